@@ -102,13 +102,15 @@ def _refuse_lost(name: str, value: Tensor) -> None:
 
     Gradients are refused under `torch.no_grad` too, in which operations without gradients run themselves.
     """
-    instead = "multiply q by it and pass scale=1.0" if "scale" in name else "compute with dense attention to train it"
+    instead = (
+        f"multiply q by it and pass 1.0 as `{name}`" if "scale" in name else "compute with dense attention to train it"
+    )
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         why = f"a tensor in a transform of torch.func, which would drop it; {instead}"
     elif value.requires_grad:
-        why = f"a tensor that requires a gradient, which would be lost; pass float({name}.detach()), or {instead}"
+        why = f"a tensor that requires a gradient, which would be lost; pass float(`{name}`.detach()), or {instead}"
     elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-        why = f"a tensor with a tangent, which would be lost; pass float({name}.detach()), or {instead}"
+        why = f"a tensor with a tangent, which would be lost; pass float(`{name}`.detach()), or {instead}"
     elif torch._C._get_tracing_state() is not None:
         why = f"a tensor, which torch.jit.trace would record as a constant; {instead}"
     elif value.numel() != 1:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions without an op of their own under torch.compile, and tensors without memory: right, or refused in words."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -11,13 +12,17 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynaxx as dx
+import dynaxx.integrations.flash_attn
+import dynaxx.trained.nn
 from dynaxx.integrations.flash_attn import flash_attn_with_kvcache
 from interpreter import DEVICE
 
+MARK = "_torchdynamo_disable"
 ALONE = "DYNAXX_TEST_COMPILED_CALLS"
 SEQLEN = 100
 SIZES = dx.trained.NsaSizes(8, 4, 16, 3, 1, 1, 24)
 CHOICE = dx.trained.TopKTokens(8)
+MODULE = dynaxx.trained.nn.MixtureOfBlockAttention(64, 4, 2, block_size=16, top_k=2).to(DEVICE)
 RULE = dx.Sink(1) | dx.TopK(2)
 
 
@@ -60,6 +65,8 @@ CALLS = {
     "decode": lambda q, k, v, *_: dx.sparse_decode(
         last(q), dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16)), dx.PageBudget(2)
     ),
+    "recall": lambda q, k, *_: dx.recall(q, k, dx.Causal().layout(SEQLEN, block_size=16, device=DEVICE)).per_head,
+    "module": lambda q, *_: MODULE(q.flatten(2)),
     "kvcache": lambda q, k, v, *_: flash_attn_with_kvcache(last(q), k[:, :96].contiguous(), v[:, :96].contiguous()),
 }
 
@@ -95,8 +102,25 @@ def test_a_compiled_call_gives_what_an_eager_one_gives(name):
     torch.testing.assert_close(found, CALLS[name](*inputs()), atol=1e-6, rtol=1e-5)
 
 
+TRACED = {"sparse_attention", "merge_states", "index_decode", "selected_decode", "longformer", "bigbird", "streaming"}
+OPERATIONS = (dx, dx.trained, dynaxx.trained.nn, dynaxx.integrations.flash_attn)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_graph_is_refused_in_words(name):
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="or compile without fullgraph"):
+        torch.compile(CALLS[name], backend="eager", fullgraph=True)(*inputs())
+
+
+def test_every_public_operation_is_traced_or_says_why_not():
+    public = {name: getattr(room, name) for room in OPERATIONS for name in room.__all__}
+    silent = {name for name, each in public.items() if inspect.isfunction(each) and not each.__dict__.get(MARK)}
+    assert silent == TRACED | {"rotate", "apply", "load_policy", "save_policy"}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "kvcache"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("kvcache", "module")])
 def test_tensors_without_memory_are_refused(name):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for given in ([mode.from_tensor(x) for x in inputs()], inputs()):

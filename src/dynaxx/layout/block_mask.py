@@ -13,7 +13,7 @@ from dynaxx.derivatives import refuse_recording
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.dense import unique_masks
 from dynaxx.layout.grid import BlockGrid, as_block_size
-from dynaxx.layout.host import lasting, on_host, without_gradient
+from dynaxx.layout.host import lasting, never_traced, on_host, without_gradient
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def block_mask_ids(layout: BlockLayout) -> Tensor:
     return table.view(layout.layout_batch, layout.layout_heads, layout.q_blocks, layout.kv_blocks)
 
 
+@never_traced
 @typed
 def to_block_mask(layout: BlockLayout) -> BlockMask:
     """Return FlexAttention's `BlockMask` for a layout. Its `mask_mod` reads the element masks of the layout."""
@@ -65,6 +66,7 @@ def to_block_mask(layout: BlockLayout) -> BlockMask:
     )
 
 
+@never_traced
 @typed
 def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
     """Return the `BlockLayout` of FlexAttention's `BlockMask`.

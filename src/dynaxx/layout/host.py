@@ -46,14 +46,13 @@ def on_host(function: Callable[P, R]) -> Callable[P, R]:
 
     Layouts are computed on the CPU from host integers. Under a user's `torch.set_default_device`, their tensors would
     silently land on another device or be mixed with tensors there; within `torch.func`, they would belong to the
-    transform. A function that gets a transformed tensor stays within the transform. Autocast is off.
+    transform. A function that gets a transformed tensor stays within the transform. Autocast is off. Compilers do not
+    trace the function.
     """
-    function = without_autocast(function)
+    function = without_autocast(never_traced(function))
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
         if transforms_active():
             plain: Any = [without_gradient(x) for x in args], {name: without_gradient(x) for name, x in kwargs.items()}
             if not any(map(_is_transformed, (*plain[0], *plain[1].values()))):

@@ -21,7 +21,7 @@ from typing_extensions import override
 from dynaxx.arguments import as_integer, typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.grid import BlockGrid, as_block_size
-from dynaxx.layout.host import lasting, refuse_mapped
+from dynaxx.layout.host import lasting, never_traced, refuse_mapped
 from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import FULL, ElementMasks
 from dynaxx.layout.pieces import cut, union_masks
@@ -60,6 +60,7 @@ class PackedLayout(BlockLayout):
     __repr__ = BlockLayout.__repr__
 
 
+@never_traced
 def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
     """Return cumulative lengths as host integers; reads them back from a GPU.
 

@@ -14,6 +14,7 @@ from dynaxx.derivatives import no_second_derivative, refuse_forward_mode, transf
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.sinks import add_sinks, sink_gradient
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.host import never_traced
 from dynaxx.ops.dispatch import backward_backend, score_options
 
 
@@ -21,6 +22,7 @@ class AttentionFunction(torch.autograd.Function):
     """Combine a backend's forward and backward. Gradients flow through `out` and through `lse`."""
 
     @staticmethod
+    @never_traced
     def forward(
         ctx: Any,
         q: Tensor,
@@ -41,6 +43,7 @@ class AttentionFunction(torch.autograd.Function):
         return output
 
     @staticmethod
+    @never_traced
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         """Return dq, dk, dv and the gradients of the sinks and of the bias."""
         saved = ctx.saved_tensors  # read once: under checkpointing, every read recomputes them
@@ -54,6 +57,7 @@ class MappableAttention(torch.autograd.Function):
     """`AttentionFunction` for `torch.func`. Its `apply` takes 60 us longer, because it binds arguments by signature."""
 
     @staticmethod
+    @never_traced
     def forward(
         q: Tensor,
         k: Tensor,
@@ -73,6 +77,7 @@ class MappableAttention(torch.autograd.Function):
         _save(ctx, inputs, output, None)
 
     @staticmethod
+    @never_traced
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         """Return dq, dk, dv and the gradient of the bias."""
         return _backward(ctx, ctx.saved_tensors, do, dlse, ctx.needs_input_grad[3])

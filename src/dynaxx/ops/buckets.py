@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.layout.host import never_traced
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns import Pattern
 from dynaxx.selection import Hybrid, Selector, select_blocks
@@ -64,6 +65,7 @@ def bucket_by_length(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[
     return members
 
 
+@never_traced
 @typed
 def attend_in_buckets(
     requests: Sequence[tuple[Tensor, Tensor, Tensor]],

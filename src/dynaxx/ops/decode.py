@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynaxx.arguments import as_integer, number, typed
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_sinks, check_softcap
@@ -49,6 +50,7 @@ def sparse_decode(
 ) -> SparseAttentionOutput: ...
 
 
+@never_traced
 @typed
 @torch.no_grad()
 def sparse_decode(
@@ -121,6 +123,7 @@ def sparse_decode(
     return SparseAttentionOutput(out, lse) if return_lse else out
 
 
+@never_traced
 @typed
 @torch.no_grad()
 def select_pages(
@@ -149,6 +152,7 @@ def select_pages(
     return chosen
 
 
+@never_traced
 @typed
 @torch.no_grad()
 def summarize_pages(

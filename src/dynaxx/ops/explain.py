@@ -16,6 +16,7 @@ from dynaxx.kernels.proven import never_ran
 from dynaxx.kernels.registry import ATTENTION, DECODE, SELECTION
 from dynaxx.kernels.selection.contract import SelectionProblem
 from dynaxx.layout import BlockLayout, PackedLayout
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import check_inputs, check_packed
 from dynaxx.ops.decode_checks import check_cache, check_queries, decode_problem
@@ -53,6 +54,7 @@ class Explanation:
         return "\n".join([*lines, *filter(None, [self.unproven])])
 
 
+@never_traced
 @typed
 def explain(
     q: Tensor,
@@ -88,6 +90,7 @@ def explain(
     return Explanation(problem, ATTENTION.resolve(problem, backend), ATTENTION.explain(problem), layout.density())
 
 
+@never_traced
 @typed
 def explain_decode(q: Tensor, cache: PagedCache, *, backend: str = "auto") -> Explanation:
     """Report which backend `sparse_decode` would run for these arguments, and why the others would not.
@@ -106,6 +109,7 @@ def explain_decode(q: Tensor, cache: PagedCache, *, backend: str = "auto") -> Ex
     return Explanation(problem, DECODE.resolve(problem, backend), DECODE.explain(problem), operation="decode")
 
 
+@never_traced
 @typed
 def explain_selection(
     q: Tensor, k: Tensor, rule: Selector | Hybrid, *, causal: bool = True, block_size: int | tuple[int, int] = 64

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
+from dynaxx.layout.host import never_traced
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.global_tokens import GlobalTokens
 from dynaxx.patterns.runs import Visited
@@ -63,6 +64,7 @@ class GlobalContent(Pattern, kind="global_content"):
     def needs_tokens(self) -> bool:
         return True
 
+    @never_traced
     @typed
     def resolve(self, input_ids: Tensor | Sequence[int]) -> GlobalTokens:
         """Return the positions of the matches in one sequence, `GlobalTokens(())` if there are none.
@@ -121,6 +123,7 @@ BEFORE = ("", " ", "\n", "\n\n", "a ", "a\n", "a\n\n", ". ", "(", '"', "\t")
 AFTER = ("", " a", "\n", "\n\n", "\na", ".", ":", ", a", ")", '"')
 
 
+@never_traced
 @typed
 def content_tokens(tokenizer: Any, texts: Sequence[str]) -> tuple[TokenSequence, ...]:
     """Return token sequences for `GlobalContent` from texts, with the tokenizer of the model.

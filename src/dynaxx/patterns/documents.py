@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from dynaxx.arguments import as_integer, typed
 from dynaxx.layout import BlockGrid
+from dynaxx.layout.host import never_traced
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct, packed
 from dynaxx.patterns.program import Op
@@ -33,6 +34,7 @@ class Documents(Pattern, kind="documents"):
 
     cu_seqlens: tuple[Count, ...]
 
+    @never_traced
     def __post_init__(self) -> None:
         """Convert the ends to a tuple of int and check them."""
         given = self.cu_seqlens.tolist() if isinstance(self.cu_seqlens, Tensor) else self.cu_seqlens

@@ -93,6 +93,7 @@ class Hybrid(Configured, kind="hybrid"):
         return f"{self.pattern!r} | {self.selector!r}"
 
 
+@never_traced
 @typed
 def select_blocks(
     q: Tensor,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from dynaxx.layout.host import never_traced
 from dynaxx.selection.base import Selector
 from dynaxx.selection.choice import ChoiceSettings, Per
 from dynaxx.selection.scorers import MeanQuery, Scorer
@@ -18,6 +19,12 @@ from dynaxx.settings import Count, NotNegative, Range, Share
 
 MAX_BLOCKS = 2**31 - 1  # more than a row of blocks can have
 Blocks = Annotated[int, Range(0, tries=(0, 1, 2, 4))]
+
+
+@never_traced
+def default_scorer() -> Scorer:
+    """Return the scorer with the best recall for its cost, see docs/guides/selection.md."""
+    return MeanQuery()
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class TopK(Selector, kind="top_k"):
     """
 
     budget: Blocks | Share | tuple[Blocks | Share, ...]
-    scorer: Scorer = field(default_factory=MeanQuery)  # best recall for its cost, see docs/guides/selection.md
+    scorer: Scorer = field(default_factory=default_scorer)
     floor: Count = 0
     per: Per = "group"
     only_ranks: ClassVar[bool] = True
@@ -86,7 +93,7 @@ class TopP(Selector, kind="top_p"):
     """
 
     mass: Share | tuple[Share, ...]
-    scorer: Scorer = field(default_factory=MeanQuery)
+    scorer: Scorer = field(default_factory=default_scorer)
     per: Per = "group"
     budget_field: ClassVar[str] = "mass"
 
@@ -125,7 +132,7 @@ class Threshold(Selector, kind="threshold"):
 
     share: NotNegative | tuple[NotNegative, ...]
     of: Literal["max", "uniform"] = "max"
-    scorer: Scorer = field(default_factory=MeanQuery)
+    scorer: Scorer = field(default_factory=default_scorer)
     per: Per = "group"
     budget_field: ClassVar[str] = "share"
     nothing: ClassVar[float] = math.inf

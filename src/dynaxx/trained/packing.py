@@ -38,7 +38,7 @@ def pack(
     Raises:
         ValueError, TypeError: a shape, dtype or device is wrong, or lengths do not match.
     """
-    refuse_transforms("native sparse attention and selected attention", q, k, v)
+    refuse_transforms("native sparse or selected attention", q, k, v)
     _check_tensors(q, k, v)
     if q.ndim == 4:
         if ends_q is not None or ends_k is not None:

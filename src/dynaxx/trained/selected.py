@@ -15,6 +15,7 @@ from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.explain import Explanation
@@ -33,6 +34,7 @@ from dynaxx.trained.tokens.attention import (
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans
 
 
+@never_traced
 @typed
 def selected_attention(
     q: Tensor,
@@ -173,6 +175,7 @@ class SelectedExplanation(Explanation):
         return "\n".join([*lines, *filter(None, [self.unproven])])
 
 
+@never_traced
 @typed
 def explain_selected(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int = 64, backend: str = "auto"

@@ -15,6 +15,7 @@ from torch import Tensor
 from dynaxx.arguments import as_integer, number, typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.ops import SparseAttentionOutput, sparse_attention
 from dynaxx.ops.position_bias import Alibi
@@ -115,6 +116,7 @@ def block_size_of(q: Tensor) -> int:
     return 64 if q.device.type == "cpu" else 128
 
 
+@never_traced
 @typed
 def flash_attn_func(
     q: Tensor,
@@ -164,6 +166,7 @@ def flash_attn_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+@never_traced
 @typed
 def flash_attn_varlen_func(
     q: Tensor,

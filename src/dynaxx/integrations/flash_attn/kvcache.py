@@ -17,6 +17,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.integrations.flash_attn.attention import arguments_named, check_window, refuse, softcap_of
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode import sparse_decode
@@ -49,6 +50,7 @@ class _Pages(NamedTuple):
         return self._replace(k=self.k.repeat_interleave(count, 0), v=self.v.repeat_interleave(count, 0))
 
 
+@never_traced
 @typed
 @torch.no_grad()
 def flash_attn_with_kvcache(

@@ -19,6 +19,7 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import BlockGrid, BlockLayout
+from dynaxx.layout.host import never_traced
 from dynaxx.patterns.base import BandRule
 from dynaxx.patterns.packed import packed_layout
 
@@ -68,6 +69,7 @@ BLOCKS: dict[str, Convert] = {
 }
 
 
+@never_traced
 @typed
 def layout_of_mask(
     mask: object,

@@ -39,7 +39,6 @@ def unsupported_reasons(problem: DecodeProblem) -> list[str]:
 
 
 @on_host
-@never_traced
 def attend_pages(
     q: Tensor,
     cache: PagedCache,
@@ -81,7 +80,6 @@ def attend_pages(
 
 
 @on_host
-@never_traced
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, None]:

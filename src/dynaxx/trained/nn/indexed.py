@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -14,6 +12,7 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.packed import host_lengths
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import looks_at_values
@@ -191,7 +190,7 @@ class IndexedSparseAttention(ProjectedAttention):
         if cache is not None:
             raise ValueError("`cache` must be None here: call `decode`, or generate with a converted Llama")
         q, k, v = self.projected(x, rotary, cu_seqlens)
-        out = attend_outside_of_graphs()(self, self.indexer(x, rotary), q, k, v, cu_seqlens)
+        out = self.attend_indexed(self.indexer(x, rotary), q, k, v, cu_seqlens)
         return cast(Tensor, self.o_proj(out.flatten(-2)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,6 +256,7 @@ class IndexedSparseAttention(ProjectedAttention):
     ) -> Tensor:
         raise NotImplementedError("`forward` calls `attend_indexed`, which also needs the indexer's output")
 
+    @never_traced
     def attend_indexed(
         self, indexed: IndexerOutput, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None
     ) -> Tensor:
@@ -302,10 +302,3 @@ class IndexedSparseAttention(ProjectedAttention):
     @override
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.choice.k} tokens of {self.choice.block_size}"
-
-
-@cache
-def attend_outside_of_graphs() -> Callable[..., Tensor]:
-    """Return `attend_indexed` excluded from compilation. It is created at first use, which loads the compiler."""
-    disabled: Callable[..., Tensor] = torch.compiler.disable(IndexedSparseAttention.attend_indexed)
-    return disabled

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
+from dynaxx.layout.host import never_traced
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.library import number_of, pattern_attention
 from dynaxx.patterns.base import Causal, Pattern
@@ -107,7 +107,6 @@ class ProjectedAttention(nn.Module, ABC):
         self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim_v, bias=bias)
         self.o_proj = nn.Linear(q_heads * self.head_dim_v, hidden_size, bias=False)
         self.dense = False  # True runs dense attention, for a warm-up
-        outside_of_graphs()
 
     @typed
     def forward(
@@ -132,7 +131,7 @@ class ProjectedAttention(nn.Module, ABC):
             A tensor of the shape of x.
         """
         q, k, v = self.projected(x, rotary, cu_seqlens)
-        attend = _attend if self.is_traceable(cu_seqlens, cache) else outside_of_graphs()
+        attend = _attend if self.is_traceable(cu_seqlens, cache) else attend_outside_of_graphs
         out = attend(self, x, q, k, v, cu_seqlens, cache)
         return self.o_proj(out.flatten(-2))
 
@@ -210,6 +209,12 @@ def _attend(
     return module.attend(x, q, k, v, cu_seqlens, cache)
 
 
+@never_traced
+def attend_outside_of_graphs(module: ProjectedAttention, *args: Any) -> Tensor:
+    """Call `_attend`, which chooses blocks and builds layouts on the host, between the graphs of a compiler."""
+    return _attend(module, *args)
+
+
 def attend_pattern(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, number: int, block_size: int, scale: float
 ) -> Tensor:
@@ -234,13 +239,3 @@ def attend_pattern(
 
 CAUSAL = Causal()
 CAUSAL_NUMBER = number_of(CAUSAL)
-
-
-@cache
-def outside_of_graphs() -> Callable[..., Tensor]:
-    """Return `_attend` excluded from compilation, since it chooses blocks and builds layouts on the host.
-
-    The first module creates it, because creating it loads the compiler.
-    """
-    disabled: Callable[..., Tensor] = torch.compiler.disable(_attend)
-    return disabled

@@ -12,7 +12,7 @@ from dynaxx.arguments import resolved, typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
-from dynaxx.layout.host import without_autocast
+from dynaxx.layout.host import never_traced, without_autocast
 from dynaxx.trained.nsa.branches import (
     MixedBranches,
     compressed_attention,
@@ -33,6 +33,7 @@ from dynaxx.trained.selected import attend_selected, nsa_backend
 FULL_ROWS = 1 << 19  # tokens * heads that fill a GPU; with half as many, a call takes a tenth longer than its share
 
 
+@never_traced
 @typed
 def compression_windows(x: Tensor, sizes: NsaSizes, *, cu_seqlens: CuSeqlens | None = None) -> Tensor:
     """Gather the tokens behind each compressed token. Differentiable.
@@ -55,6 +56,7 @@ def compression_windows(x: Tensor, sizes: NsaSizes, *, cu_seqlens: CuSeqlens | N
     return windows.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
 
 
+@never_traced
 @typed
 def compress(
     x: Tensor, sizes: NsaSizes, weight: Tensor | None = None, *, cu_seqlens: CuSeqlens | None = None
@@ -106,6 +108,7 @@ class _Pool(torch.autograd.Function):
         return *ctx.kernels.pool_backward(do, *ctx.saved_tensors, ctx.spans), None, None
 
 
+@never_traced
 @typed
 @torch.no_grad()
 def select_nsa(
@@ -155,6 +158,7 @@ def select_nsa(
     return NSA.kernels(name).select_blocks(q, k_cmp, lse, spans, heads, scale)
 
 
+@never_traced
 @typed
 @without_autocast
 def native_sparse_attention(

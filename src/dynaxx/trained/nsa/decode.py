@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.paging.pages import SCALED_DTYPES
 from dynaxx.ops.decode import sparse_decode
@@ -39,6 +40,7 @@ class NsaDecodeOutput(NamedTuple):
     block_indices: Tensor
 
 
+@never_traced
 @typed
 @torch.no_grad()
 def compress_pages(
@@ -111,6 +113,7 @@ def _pooled(windows: Tensor, how: Pooling) -> Tensor:
     return how(windows) if callable(how) else torch.einsum("wlhd,lh->whd", windows, how.to(windows.dtype))
 
 
+@never_traced
 @typed
 @torch.no_grad()
 def nsa_decode(

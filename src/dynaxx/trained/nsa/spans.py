@@ -22,7 +22,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.grid import BLOCK_SIZES
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.lazy import lazy
 from dynaxx.settings import Count, Positive, Range, check_settings
@@ -124,6 +124,7 @@ class NsaSpans:
         return EqualLengths(len(self.ends_q) - 1, *lengths.pop()) if len(lengths) == 1 else None
 
 
+@never_traced
 @typed
 def nsa_spans(
     sizes: NsaSizes,

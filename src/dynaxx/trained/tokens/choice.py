@@ -14,7 +14,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
-from dynaxx.layout.host import without_autocast
+from dynaxx.layout.host import never_traced, without_autocast
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.settings import Range, check_settings
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans, best_of
@@ -52,6 +52,7 @@ class TopKTokens:
         """Return the number of blocks that a query keeps."""
         return self.k // self.block_size
 
+    @never_traced
     @typed
     @without_autocast
     @torch.no_grad()

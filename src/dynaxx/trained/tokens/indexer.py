@@ -13,6 +13,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only, refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.ops.flops import count, is_counting
 from dynaxx.trained.registry import INDEX_LOSS, INDEXER
@@ -27,6 +28,7 @@ _serving = lru_cache(maxsize=256)(INDEXER.resolve)
 _serving_loss = lru_cache(maxsize=256)(INDEX_LOSS.resolve)
 
 
+@never_traced
 @typed
 @torch.no_grad()
 def index_tokens(
@@ -109,6 +111,7 @@ class IndexLoss(NamedTuple):
     recall: Tensor
 
 
+@never_traced
 @typed
 def index_loss(
     index_q: Tensor,

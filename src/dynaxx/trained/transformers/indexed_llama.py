@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dynaxx.trained.nn.indexed import IndexedSparseAttention, IndexerOutput, attend_outside_of_graphs
+from dynaxx.trained.nn.indexed import IndexedSparseAttention, IndexerOutput
 from dynaxx.trained.tokens.choice import TopKTokens
 from dynaxx.trained.tokens.indexer import Precision
 from dynaxx.trained.transformers.llama import (
@@ -96,7 +96,7 @@ class IndexedLlamaAttention(IndexedSparseAttention):
             indexed = IndexerOutput(indexed.q, index_k, indexed.weights)
         if hides_more_than_the_future(attention_mask, q.shape[1], k.shape[1]):
             raise ValueError("an indexed Llama does not support padding; use sequences of equal length")
-        out = attend_outside_of_graphs()(self, indexed, q, k, v, None)
+        out = self.attend_indexed(indexed, q, k, v, None)
         return self.o_proj(out.flatten(-2)), None
 
 

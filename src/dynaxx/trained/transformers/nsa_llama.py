@@ -7,19 +7,18 @@ Importing this module registers it with transformers' `AutoConfig` and `AutoMode
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.paging import PagedCache
 from dynaxx.trained.nn.compression import COMPRESSIONS
 from dynaxx.trained.nn.nsa import NEAR_DENSE, NativeSparseAttention
-from dynaxx.trained.nn.projection import outside_of_graphs
+from dynaxx.trained.nn.projection import attend_outside_of_graphs
 from dynaxx.trained.nsa.compressed_pages import CompressedPages, compressed_of
 from dynaxx.trained.nsa.decode import Pooling, compress_pages, nsa_decode
 from dynaxx.trained.nsa.spans import NsaSizes
@@ -157,13 +156,14 @@ class NsaLlamaAttention(NativeSparseAttention):
             )
         decodes = q.shape[1] == 1 < k.shape[1] and not (self.dense or torch.is_grad_enabled())
         if memory is not None and ends is None and decodes:
-            out = _outside_of_graphs()(self, hidden_states, q, memory, keys, values)
+            out = self.step(hidden_states, q, memory, keys, values)
         elif ends is None:
-            out = outside_of_graphs()(self, hidden_states, q, k, v, None, None)
+            out = attend_outside_of_graphs(self, hidden_states, q, k, v, None, None)
         else:
-            out = outside_of_graphs()(self, hidden_states[0], q[0], k[0], v[0], ends, None)[None]
+            out = attend_outside_of_graphs(self, hidden_states[0], q[0], k[0], v[0], ends, None)[None]
         return self.o_proj(out.flatten(-2)), None
 
+    @never_traced
     def step(self, x: Tensor, q: Tensor, memory: NsaMemory, keys: Tensor, values: Tensor) -> Tensor:
         """Attend from one token to the whole cache; return (batch, 1, q_heads, head_dim).
 
@@ -185,13 +185,6 @@ class NsaLlamaAttention(NativeSparseAttention):
         if ends is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
             raise ValueError("packed sequences must come as a batch of one, without a cache")
         return ends
-
-
-@cache
-def _outside_of_graphs() -> Callable[..., Tensor]:
-    """Return `NsaLlamaAttention.step` excluded from compilation."""
-    disabled: Callable[..., Tensor] = torch.compiler.disable(NsaLlamaAttention.step)
-    return disabled
 
 
 class NsaLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]

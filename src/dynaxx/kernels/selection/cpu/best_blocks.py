@@ -12,7 +12,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.structures import raise_for_status, structure
 from dynaxx.kernels.runtime.core_threads import num_threads
 from dynaxx.layout.grid import BlockGrid
-from dynaxx.layout.host import address, never_traced, on_host
+from dynaxx.layout.host import address, on_host
 from dynaxx.layout.masks import causal_mask_id_terms
 
 ALL = 2**31 - 1  # count of a row that takes every optional block
@@ -33,7 +33,6 @@ def _is_plain(x: Tensor) -> bool:
 
 
 @on_host
-@never_traced
 def best_blocks(
     q: Tensor,
     k: Tensor,
@@ -89,7 +88,6 @@ def best_blocks(
 
 
 @on_host
-@never_traced
 def listed_blocks(
     chosen: Tensor, pattern: tuple[Tensor, Tensor, Tensor] | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -52,7 +52,6 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
 
 
 @on_host
-@never_traced
 def forward(
     q: Tensor,
     k: Tensor,
@@ -82,7 +81,6 @@ def forward(
 
 
 @on_host
-@never_traced
 def backward(
     do: Tensor, dlse: Tensor, saved: SavedForward, plan: CpuTokenPlan, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,14 +12,13 @@ from torch import Tensor
 from dynaxx.core.structures import raise_for_status, structure
 from dynaxx.kernels.decode.cpu import _cache_args, _exact_args, _library
 from dynaxx.kernels.runtime.core_arguments import ELEMENTS, readable, strides
-from dynaxx.layout.host import address, never_traced, on_host
+from dynaxx.layout.host import address, on_host
 from dynaxx.layout.paging import PagedCache
 
 TokenDecodeArgs = structure("TokenDecodeArgs")
 
 
 @on_host
-@never_traced
 def attend_tokens(
     q: Tensor,
     cache: PagedCache,

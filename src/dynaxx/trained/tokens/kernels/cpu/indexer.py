@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from dynaxx.core.library import active_library
 from dynaxx.core.structures import raise_for_status, structure
 from dynaxx.kernels.rounding import to_fp8, to_int8
-from dynaxx.layout.host import address, never_traced, on_host
+from dynaxx.layout.host import address, on_host
 from dynaxx.trained.tokens.kernels.contract import IndexerProblem
 from dynaxx.trained.tokens.kernels.reference import indexer as reference
 from dynaxx.trained.tokens.spans import TokenSpans, best_of
@@ -30,7 +30,6 @@ def unsupported_reasons(problem: IndexerProblem) -> list[str]:
 
 
 @on_host
-@never_traced
 def index_tokens(
     q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, spans: TokenSpans, slots: int
 ) -> Tensor:
@@ -74,7 +73,6 @@ def _by_chunks(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, sp
 
 
 @on_host
-@never_traced
 def best_scores(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
     """Return indices of the best `slots` of the first counts (rows,) scores (rows, width) fp32: ascending, then -1.
 
