@@ -12,8 +12,7 @@ import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.suite import make_task, named_tasks
-from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
+from dynaxx.lab.tune.costs import BUDGETS, Allocator, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 from dynaxx.layout import as_block_size
 from dynaxx.policy.resolve import head_rules, resolve

@@ -15,7 +15,7 @@ from dynaxx.integrations.runtime.paged import (
     dense_attention,
     write,
 )
-from dynaxx.integrations.runtime.paged_graph import LayerLimits
+from dynaxx.integrations.runtime.paged_decode import LayerLimits
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.policy import resolve
 from dynaxx.policy.guard import FAILURES_IN_A_ROW
@@ -195,7 +195,7 @@ def test_other_steps_are_not_captured(lengths, telemetry):
 def test_a_captured_step_that_fails_is_dense(telemetry, monkeypatch):
     batch, layer = Batch(STEPS), layer_of(telemetry)
     ready = deployed(policy_of(DECODE), telemetry)
-    monkeypatch.setattr("dynaxx.integrations.runtime.paged_graph.sparse_decode", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("dynaxx.integrations.runtime.paged_decode.sparse_decode", lambda *args, **kwargs: 1 / 0)
     for _ in range(FAILURES_IN_A_ROW):
         step = Step(batch.sequences, ready)
         assert step.capturable(LayerLimits([0], "cpu"))

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 import dynaxx as dx
 from dynaxx.integrations.runtime.paged import Sequences, dense_attention, stored
-from dynaxx.integrations.runtime.paged_graph import LayerLimits
+from dynaxx.integrations.runtime.paged_decode import LayerLimits
 from dynaxx.integrations.runtime.summary_updates import JointUpdates
 from vllm_models import (
     CHUNKS,

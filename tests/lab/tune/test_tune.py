@@ -17,7 +17,7 @@ from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune import decode as decode_module
 from dynaxx.lab.tune import retune as retune_module
 from dynaxx.lab.tune import search as search_module
-from dynaxx.lab.tune.allocation import Allocator, lower_hull
+from dynaxx.lab.tune.costs import Allocator, lower_hull
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, lengths_of, time_lengths, within
 from dynaxx.lab.tune.density import trials as trials_module
 from dynaxx.lab.tune.run import TuneOptions, tune

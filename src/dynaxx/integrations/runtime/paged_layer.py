@@ -14,8 +14,15 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
 from dynaxx.integrations.runtime.paged import Pages, SequenceRow, Sequences, Softmax
-from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
-from dynaxx.integrations.runtime.paged_graph import LayerLimits, StepLengths, decode_limits, decode_step, one_query_each
+from dynaxx.integrations.runtime.paged_decode import (
+    LayerLimits,
+    LivingSummaries,
+    StepLengths,
+    decode,
+    decode_limits,
+    decode_step,
+    one_query_each,
+)
 from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, Route, SequenceLengths, is_step, route
 from dynaxx.integrations.runtime.summary_updates import JointUpdates, WaitingLayer
 from dynaxx.layout import BlockLayout

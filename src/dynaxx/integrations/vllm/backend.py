@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.paged import Pages, Sequences, on_device
-from dynaxx.integrations.runtime.paged_graph import LayerLimits
+from dynaxx.integrations.runtime.paged_decode import LayerLimits
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.runtime.summary_updates import JointUpdates
 from dynaxx.integrations.vllm import contract as vllm_contract

@@ -17,8 +17,7 @@ from dynaxx.lab.kinds import label
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.time_budget import PASS, TimeBudget
-from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import Costs, budgets_for, density_of, scorers_named
+from dynaxx.lab.tune.costs import Allocator, Costs, budgets_for, density_of, scorers_named
 from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SearchTexts, search_texts

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.lab.tune.allocation import Allocator
+from dynaxx.lab.tune.costs import Allocator
 from dynaxx.lab.tune.sensitivity import HeadCosts, fisher_gradient, hidden_states, probing
 from dynaxx.selection.pages import PageBudget
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dynaxx tune`: find the sparsest policy whose perplexity stays within a tolerance.
 
-`sensitivity` measures the loss of every head at every budget, in one pass over a text. `allocation` distributes a
+`sensitivity` measures the loss of every head at every budget, in one pass over a text. `costs` distributes a
 density among the heads. `density` finds the smallest density that passes on texts which the costs have not seen. The
 policy is sparse from the length at which it is faster on this machine (`crossover`).
 """

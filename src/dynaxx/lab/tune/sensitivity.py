@@ -4,7 +4,7 @@
 Dropping keys changes a head's output by delta. To second order this raises the model's loss by 1/2 delta' F delta,
 where F is the Fisher information of the next-token distribution with respect to that output. The gradient g of the
 log-likelihood of tokens drawn from the model samples F, so the cost of a head is 1/2 sum over tokens of (g . delta)^2,
-in nats. To first order the costs of heads add up, so a budget can be distributed among them (`allocation`).
+in nats. To first order the costs of heads add up, so a budget can be distributed among them (`costs`).
 
 Shapes: N tokens, H / G q and kv heads, D / E head_dim of q, k and of v.
 """

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.lab.tune.allocation import Allocator
+from dynaxx.lab.tune.costs import Allocator
 from dynaxx.video.policy import VideoPolicy, VideoRule
 from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, run_with
 from dynaxx.video.tune.sampling import MAX_PSNR, Sample, Sampler, psnr, relative_error

@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import SMALLEST_LOSS, Budgets, Costs, interpolate
+from dynaxx.lab.tune.costs import SMALLEST_LOSS, Allocator, Budgets, Costs, interpolate
 from dynaxx.selection import Scorer
 
 TASK_WEIGHT = 0.3  # of the loss on tasks beside that on texts, both as shares of the loss at the smallest budget
