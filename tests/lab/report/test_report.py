@@ -147,7 +147,7 @@ OUTCOMES = {
     "undecided": dict(validation=None, tuning=made.tuning("undecided", "time"), policy=DENSE),
     "interrupted": dict(validation=None, tuning=made.tuning("undecided", "interrupted"), policy=DENSE),
     "dense": dict(validation=None, tuning=made.tuning("dense"), policy=DENSE),
-    "no reference": dict(tuning=made.tuning() | {"reference": "none: no time was left to record it"}),
+    "no reference": dict(tuning=made.tuning() | {"reference": "none: no time was left"}),
     "stale validation": dict(validation=made.validation(of=DENSE)),
     "stale tuning": dict(tuning=made.tuning(of=DENSE), validation=None),
     "old version": {name: {**make(), "about": None} for name, make in DOCUMENTS.items() if name != "policy"},
@@ -180,7 +180,7 @@ def test_sentences_repeat_what_the_documents_say(tmp_path, outcome):
     assert "dense below 512" not in said, "prompts of 512 to 562 tokens run dense too"
     assert ("is enough" in said or "Tuned to" in said) <= (policy["rules"] != []), "a dense policy has no density"
     reference = tuning.get("reference", "") if tuning else ""
-    assert ("Drift cannot be watched" in top) == reference.startswith("none: no time")
+    assert ("Drift cannot be measured" in top) == reference.startswith("none: no time")
     assert reference.removeprefix("none: ") in top
     if tuning and tuning["advice"]:
         assert tuning["advice"] in top

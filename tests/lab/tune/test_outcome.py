@@ -121,9 +121,10 @@ def test_undecided_runs_are_not_ok():
 
 def test_a_policy_without_its_reference_says_so_first():
     said = {"verdict": "sparse", "why": "40% of the blocks", "dense_below": 512}
-    said["reference"] = "none: no time was left to record it"
+    said["reference"] = "none: no time was left"
     found = PipelineResult(None, None, said, None, "", ())
-    assert found.summary().startswith("tuned: 40% of the blocks; no reference for drift: no time was left to record it")
+    reason = "Drift cannot be measured, because no reference was recorded: no time was left."
+    assert found.summary().startswith(f"tuned: 40% of the blocks. {reason}\n")
     said |= {"verdict": "dense", "dense_below": None, "reference": "none: prompts run dense"}
     assert "no reference" not in PipelineResult(None, None, said, None, "", ()).summary()
 

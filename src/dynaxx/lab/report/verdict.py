@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dynaxx.lab.tune.result import no_reference
 from dynaxx.lab.validate.check import apart, decimals
 
 NBSP = "\N{NO-BREAK SPACE}"
@@ -120,7 +121,7 @@ def _validated(
         headline = f"The policy fails {len(failed)} of its {len(checks)} checks."
         return Verdict("no", "\N{BALLOT X} Failed", headline, " ".join(parts), stats)
     parts += [tuning["advice"]] if tuning and tuning["advice"] else []
-    parts[-1] += _without_reference(tuning or {})
+    parts += filter(None, [no_reference(tuning or {})])
     if not sparse:
         headline = "Yes: decoding under the policy keeps quality. Prompts run dense."
     elif row is None:
@@ -161,14 +162,8 @@ def _tuned(tuning: dict[str, Any], model: str, stats: tuple[Stat, ...]) -> Verdi
         headline = f"Undecided: {ends.get(tuning['ended'], 'more has to be measured')}."
         return Verdict("open", "Undecided", headline, sentence, stats)
     density = f"{percent(tuning['chosen']['density'], 1)} of the attention at {tuning['tokens']:,} tokens"
-    sentence += _without_reference(tuning) + " Validate it before you rely on it."
+    sentence = f"{sentence} {no_reference(tuning)}".rstrip() + " Validate it before you rely on it."
     return Verdict("open", "Not validated", f"Tuned to {density}, not validated yet.", sentence, stats)
-
-
-def _without_reference(tuning: dict[str, Any]) -> str:
-    """Return a sentence if a sparse policy has no reference, although one was wanted."""
-    kept, _, why = str(tuning.get("reference")).partition("none: ")
-    return f" Drift cannot be watched, because the policy has no reference: {why}." if why and not kept else ""
 
 
 def _unproven(policy: dict[str, Any], stats: tuple[Stat, ...]) -> Verdict:

@@ -167,3 +167,10 @@ class TuneResult:
         save_policy(self.policy, out / "policy.json")
         write_json(out / "tuning.json", self.to_dict())
         return self
+
+
+def no_reference(tuning: Mapping[str, Any]) -> str:
+    """Return a sentence if a sparse policy has no reference for drift although one was wanted, else an empty text."""
+    kept, _, why = str(tuning.get("reference")).partition("none: ")
+    wanted = bool(why) and not kept and tuning.get("verdict") == "sparse"
+    return f"Drift cannot be measured, because no reference was recorded: {why}." if wanted else ""

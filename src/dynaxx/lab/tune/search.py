@@ -64,7 +64,7 @@ def with_reference(
         return dataclasses.replace(result, reference="none: prompts run dense")
     border = policy.border
     if not time.allows(MIN_REQUESTS * time.expects(PASS, max(2, border))):
-        return dataclasses.replace(result, reference="none: no time was left to record it")
+        return dataclasses.replace(result, reference="none: no time was left")
 
     def recorded() -> dict[str, Any]:
         found: Profile = record(

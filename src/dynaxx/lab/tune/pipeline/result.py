@@ -11,6 +11,7 @@ from typing import Any
 from dynaxx.lab.kinds import label
 from dynaxx.lab.progress import clock
 from dynaxx.lab.results import Result
+from dynaxx.lab.tune.result import no_reference
 
 _HEADLINES = {"sparse": "tuned", "dense": "dense is right here", "undecided": "undecided"}
 
@@ -45,19 +46,13 @@ class PipelineResult(Result):
         """Return whether time ended before a policy was found and validated, or the lack of one was found."""
         return self.tuning.get("verdict") == "undecided" or "validate" in self.left_out
 
-    @property
-    def without_reference(self) -> str:
-        """Return why a sparse policy has no reference for drift, although one was wanted; else an empty text."""
-        kept, _, why = str(self.tuning.get("reference")).partition("none: ")
-        return why if not kept and self.tuning.get("verdict") == "sparse" else ""
-
     def summary(self) -> str:
         """Return the text that the command prints."""
         lines = [self.profile["verdict"]] if self.profile else []
-        lines += _of_search(self.tuning, self.without_reference)
+        lines += _of_search(self.tuning)
         if self.tuning.get("decode"):
             lines.append(f"decoding: {self.tuning['decode']['said']}")
-        if self.tuning.get("verdict") == "sparse" and self.tuning.get("reference") and not self.without_reference:
+        if self.tuning.get("verdict") == "sparse" and self.tuning.get("reference") and not no_reference(self.tuning):
             lines.append(f"reference for drift: {self.tuning['reference']}")
         if self.validation is not None:
             lines.append("the policy passes its validation:" if self.ok else "the policy FAILS its validation:")
@@ -87,11 +82,11 @@ def _one_budget(needed: float | None, trials: Sequence[dict[str, Any]]) -> str:
     return f"one budget for all heads fails at {best['density']:.1%}, with perplexity {best['ratio'] - 1:+.2%}"
 
 
-def _of_search(tuning: dict[str, Any], without_reference: str) -> list[str]:
+def _of_search(tuning: dict[str, Any]) -> list[str]:
     """Return the verdict of the search, and the figures of its policy if there is one."""
     chosen, verdict = tuning.get("chosen"), tuning.get("verdict")
     lines = [f"{_HEADLINES.get(str(verdict), 'tuned')}: {tuning.get('why')}"]
-    lines[0] += f"; no reference for drift: {without_reference}" if without_reference else ""
+    lines[0] += f". {no_reference(tuning)}" if no_reference(tuning) else ""
     if chosen:
         tuned = f"{chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}"
         lines.append(f"{tuned}; {_one_budget(tuning.get('best_uniform_density'), tuning.get('uniform') or ())}")
