@@ -14,6 +14,10 @@ from dynaxx.lab.tune.crossover import LengthTiming
 from tiny import TEXT
 
 
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
 def tune_args(tiny, out, *more):
     return (
         "tune",
@@ -190,7 +194,16 @@ def test_tune_for_real(monkeypatch, tiny, tmp_path):
     timings = [LengthTiming(64, 2.0, 1.0), LengthTiming(128, 2.0, 1.0)]
     monkeypatch.setattr("dynaxx.lab.tune.search.time_lengths", lambda *_, **__: timings)
     args = tune_args(tiny, tmp_path, "--block-size", 16, "--tolerance", 0.5, "--time-budget", "9h", "--quiet")
-    shown = dynaxx_(*args)
+    state = tmp_path / "validation_state.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr("dynaxx.lab.validate.comparison.time_prefill", interrupted)
+        assert dynaxx_(*args).exit_code == 130
+        assert state.exists()
+    with monkeypatch.context() as patch:
+        twice = lambda *_: pytest.fail("compared twice")
+        patch.setattr("dynaxx.lab.validate.comparison.Comparison._stretch", twice)
+        shown = dynaxx_(*args)
+    assert not state.exists()
     assert shown.exit_code in (0, 1), shown.stderr  # whether it is fast enough depends on the machine's other work
     digests = [json.loads((tmp_path / f"{name}.json").read_text())["about"] for name in ("tuning", "validation")]
     assert digests[0]["policy"] == digests[1]["policy"]
@@ -206,9 +219,6 @@ def test_tune_for_real(monkeypatch, tiny, tmp_path):
 
 @pytest.mark.parametrize("step", ["validate", pytest.param("analyze", marks=pytest.mark.slow)])
 def test_a_stop_after_the_search_keeps_and_says_what_was_found(tools, monkeypatch, tiny, tmp_path, step):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
     real = sys.modules[f"dynaxx.lab.{step}.run"]
     stand_in(monkeypatch, f"{step}.run", **{**vars(real), step: interrupted})
     shown = dynaxx_(*tune_args(tiny, tmp_path))
@@ -225,9 +235,6 @@ def test_a_stop_after_the_search_keeps_and_says_what_was_found(tools, monkeypatc
 
 
 def test_a_stop_before_the_search_says_that_it_goes_on(tools, monkeypatch, tiny, tmp_path):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
     real = vars(sys.modules["dynaxx.lab.tune.run"])
     stand_in(monkeypatch, "tune.run", **{**real, "tune": interrupted})
     shown = dynaxx_(*tune_args(tiny, tmp_path))

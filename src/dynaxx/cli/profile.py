@@ -17,8 +17,6 @@ from dynaxx.cli.running import (
     read_text,
     renewed_report,
     running,
-    state_of,
-    write_result,
 )
 
 
@@ -53,6 +51,7 @@ def profile(
     """
     result = out and out / "profile.json"
     with running(as_json, threads, seed, resumes=result is not None) as finish:
+        from dynaxx.lab.files import state_of, write_result
         from dynaxx.lab.models import model_name
         from dynaxx.lab.profile.run import default_lengths, write_trace
         from dynaxx.lab.profile.run import profile as run_profile

@@ -197,20 +197,6 @@ def check_targets(*paths: Path | None) -> None:
             check_target(path)
 
 
-def state_of(path: Path) -> Path:
-    """Return the file that keeps the measurements of a stopped command until its result `path` is written."""
-    return path.with_name(f"{path.stem}_state.jsonl")
-
-
-def write_result(path: Path, document: dict[str, Any]) -> Path:
-    """Write a result as JSON, and remove what was kept in case that the command is stopped; return its path."""
-    from dynaxx.lab.files import write_json
-
-    write_json(path, document)
-    state_of(path).unlink(missing_ok=True)
-    return path
-
-
 def renewed_report(folder: Path) -> list[Callable[[], Path]]:
     """Return what writes a folder's report again, if it has one, so that the page shows the results beside it."""
     from dynaxx.lab.report.run import write_report

@@ -17,8 +17,6 @@ from dynaxx.cli.running import (
     read_text,
     renewed_report,
     running,
-    state_of,
-    write_result,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +73,7 @@ def validate(
       dynaxx validate smollm2 run/policy.json --suite ruler --task-lengths 1024,4096 --task-samples 10
     """
     with running(as_json, threads, seed, resumes=True) as finish:
+        from dynaxx.lab.files import alone_in, state_of, write_result
         from dynaxx.lab.kinds import kinds_of
         from dynaxx.lab.validate.run import check_sparse
         from dynaxx.lab.validate.run import validate as run_validation
@@ -88,18 +87,19 @@ def validate(
         plan = _plan(suite, options.numbers("--task-lengths", task_lengths), task_samples)
         others = kinds_of(options.names(kinds))
         loaded = load(model, device, dtype, progress)
-        found = run_validation(
-            *loaded,
-            chosen,
-            sample,
-            lengths=asked or None,
-            tokens=tokens,
-            kinds=others,
-            suite=plan,
-            seed=seed,
-            progress=progress,
-            state=state_of(result),
-        )
+        with alone_in(result.parent):
+            found = run_validation(
+                *loaded,
+                chosen,
+                sample,
+                lengths=asked or None,
+                tokens=tokens,
+                kinds=others,
+                suite=plan,
+                seed=seed,
+                progress=progress,
+                state=state_of(result),
+            )
         document = document_of(found, loaded.model, sample, chosen)
         write = [lambda: write_result(result, document), *renewed_report(result.parent)]
         finish(document, found.summary(), ok=found.passed, write=write)

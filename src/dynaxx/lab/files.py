@@ -60,6 +60,18 @@ def write_json(path: Path | str, document: Any) -> Path:
     return write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
+def state_of(path: Path) -> Path:
+    """Return the file that keeps the measurements of a stopped run until its result `path` is written."""
+    return path.with_name(f"{path.stem}_state.jsonl")
+
+
+def write_result(path: Path, document: Any) -> Path:
+    """Write a result as JSON, and remove what was kept in case that its run is stopped; return its path."""
+    write_json(path, document)
+    state_of(path).unlink(missing_ok=True)
+    return path
+
+
 def check_target(path: Path | str) -> None:
     """Check before long work that a file can be written. Leaves nothing behind.
 

@@ -121,7 +121,7 @@ def test_a_stopped_validation_goes_on(model, monkeypatch, tmp_path, suite):
         patch.setattr(comparison, "time_prefill", stop)
         with pytest.raises(KeyboardInterrupt):
             run(state=state)
-    for name in ("_text", "_retrieval", "_repetition"):
+    for name in ("_stretch", "_retrieval", "_repetition"):
         noted(name)
     monkeypatch.setattr(tasks, "_answers", stop)
     found = run(state=state)
@@ -229,7 +229,7 @@ def test_the_longest_prompts_that_fit_are_timed_and_the_border(model, monkeypatc
     monkeypatch.setattr(comparison, "time_prefill", time_prefill)
     policy = dx.Policy(model=model_facts(model), rules=(dx.Rule.of(dx.SlidingWindow(40)),))
     run = comparison.Comparison(model, policy, SilentProgress(), time=time)
-    assert [row.seqlen for row in run.speed([1] * 1200, (150, 300, 1200), 30, {})] == lengths
+    assert [row.seqlen for row in run.speed([1] * 1200, (150, 300, 1200), 30)] == lengths
     assert len(run.skipped) == 3 - len(lengths)
 
 
@@ -272,9 +272,8 @@ def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, m
     tuned = TuneResult("m", 5000, 0.01, "", 1.0, (), (), None, None, timings, (), (), 1.0, "dynaxx tune", policy)
     slow_until, seen = 300, []
 
-    def validate(model, tokenizer, policy, text, *, lengths, tokens, earlier=None, time=None):
+    def validate(model, tokenizer, policy, text, *, lengths, tokens, time=None):
         assert tokens == 5000, "texts are as long as those that were tuned on"
-        assert (earlier is None) == (not seen or policy.sparse_from == 250), "what was validated before is handed on"
         if policy.sparse_from > 600:
             raise ValueError("give more text")
         seen.append(policy.sparse_from)
@@ -362,31 +361,31 @@ def test_quality_and_time_are_measured_where_the_policy_runs(model, monkeypatch)
     assert [row.seqlen for row in found.speed] == [600], "300 tokens run dense"
 
 
-def test_a_later_border_keeps_what_ran_the_same_blocks(model, monkeypatch):
+def test_another_border_keeps_what_ran_the_same_blocks(model, monkeypatch, tmp_path):
     limits = Tolerances(slowdown=None)
     policy = dx.Policy(
         model=model_facts(model), block_size=16, dense_below=100, rules=(dx.Rule.of(dx.SlidingWindow(40)),),
         tolerances=limits,
     )  # fmt: skip
     options = dict(lengths=(300,), tokens=700)
-    first = validate(model, Letters(), policy, TEXT, **options)
     later = policy.replace(dense_below=400, sparse_from=400)
-    whole = validate(model, Letters(), later, TEXT, **options)
-    monkeypatch.setattr(comparison.Comparison, "text", lambda *_, **__: pytest.fail("compared"))
-    monkeypatch.setattr(comparison.Comparison, "retrieval", lambda *_, **__: pytest.fail("asked twice"))
-    kept = validate(model, Letters(), later, TEXT, **options, earlier=first)
+    whole, state = validate(model, Letters(), later, TEXT, **options), tmp_path / "validation_state.jsonl"
+    first = validate(model, Letters(), policy, TEXT, **options, state=state)
+    monkeypatch.setattr(comparison.Comparison, "_stretch", lambda *_, **__: pytest.fail("compared"))
+    monkeypatch.setattr(comparison.Comparison, "_retrieval", lambda *_, **__: pytest.fail("asked twice"))
+    kept = validate(model, Letters(), later, TEXT, **options, state=state)
     assert (kept.logits, kept.perplexity, kept.tasks) == (whole.logits, whole.perplexity, whole.tasks)
     assert (kept.density, kept.layer_calls["sparse_calls"]) == (whole.density, whole.layer_calls["sparse_calls"])
     assert kept.repetition == whole.repetition
     rows = lambda found: {row.seqlen: row for row in found.speed}
     assert set(rows(kept)) == {400}
     longer = policy.replace(dense_below=200, sparse_from=200)
-    kept = validate(model, Letters(), longer, TEXT, **options, earlier=first)
+    kept = validate(model, Letters(), longer, TEXT, **options, state=state)
     assert rows(kept)[300] == rows(first)[300], "it ran sparse already"
     assert set(rows(kept)) == {200, 300}
     latest = later.replace(dense_below=750, sparse_from=750)
     with pytest.raises(pytest.fail.Exception, match="compared"):
-        validate(model, Letters(), latest, TEXT, lengths=(300,), earlier=first)  # longer stretches than before
+        validate(model, Letters(), latest, TEXT, lengths=(300,), state=state)  # longer stretches than before
 
 
 def test_other_kinds_of_text_are_held_to_the_same_limit(model):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,7 @@ WINDOWS = 3  # stretches of held-out text
 PROMPTS, NEW_TOKENS = 3, 64  # generated text
 NGRAM = 4
 PAIR = 2  # passes of a timed pair
+GENERATING = 15  # passes over the prompt that generated text takes about as long as
 
 
 class TextFigures(NamedTuple):
@@ -45,6 +46,16 @@ class TextFigures(NamedTuple):
     layer_calls: dict[str, Any]  # counts, as in `Handle.stats`
     first: list[float] = []  # dense loss of each token of the first stretch  # noqa: RUF012
     stretches: list[float] = []  # mean dense loss of each stretch  # noqa: RUF012
+
+
+class _Stretch(NamedTuple):
+    """A stretch of text, dense and under the policy."""
+
+    dense: list[float]  # loss of each token
+    sparse: list[float]
+    errors: list[float]  # max error, mean error, top-1 agreement, kl
+    density: float
+    calls: dict[str, Any]
 
 
 class Comparison:
@@ -72,11 +83,19 @@ class Comparison:
         self.task = task
         self.start = start  # tokens that begin each text
 
-    def has_time(self, what: str, passes: float, tokens: int) -> bool:
-        """Return whether so many passes over texts of this length fit; if not, note what is skipped."""
-        fits = self.time.allows(passes * self.time.expects(PASS, tokens))
+    def has_time(self, what: str, passes: float, tokens: int, step: str = "") -> bool:
+        """Return whether so many passes over texts of this length fit; if not, note what is skipped.
+
+        A stored step, named `step` or like what it measures, takes no time.
+        """
+        stored = _named(step or what, tokens) in self.steps
+        fits = stored or self.time.allows(passes * self.time.expects(PASS, tokens))
         self.skipped += [] if fits else [what]
         return fits
+
+    def _remember(self, kind: Any, what: str, tokens: int, run: Callable[[], Any]) -> Any:
+        """Return the stored result of a step on texts of this length, or compute and store it."""
+        return self.steps.remember_as(kind, _named(what, tokens), run)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[Any]:
@@ -100,36 +119,23 @@ class Comparison:
 
     def text(self, ids: list[int], window: int, share: float) -> TextFigures:
         """Compare logits and loss on stretches of text, dense and sparse."""
-        run = partial(self._text, ids, window, share)
-        found: TextFigures = self.steps.remember_as(TextFigures, "held-out text", run)
-        return found
-
-    def _text(self, ids: list[int], window: int, share: float) -> TextFigures:
-        from dynaxx.integrations.transformers.apply_policy import full_attention_layers
-
         count = max(1, min(WINDOWS, len(ids) // window))
         stride = (len(ids) - window) // max(1, count - 1) if count > 1 else 0
-        found, densities, calls = [], [], dict[str, Any]()
+        found, calls = list[_Stretch](), dict[str, Any]()
         for index in range(count):
-            if index and not self.has_time(f"stretches {index + 1} to {count} of held-out text", 2, window):
+            name = f"held-out text {index + 1} of {count}"
+            rest = f"stretches {index + 1} to {count} of held-out text"
+            if index and not self.has_time(rest, 2, window, name):
                 break
-            some = self.stretch(ids, index * stride, window)
-            self.task.advance(0, f"held-out text {index + 1} of {count}: dense")
-            dense = self.hidden(some)[:, :-1]  # of the whole stretch, as in the tuner's trials
-            self.task.advance(share / count / 2, f"held-out text {index + 1} of {count}: sparse")
-            seen: list[float] = []
-            with self.applied() as handle, handle.watch(lambda _, layout, seen=seen: seen.append(layout.density())):
-                sparse = self.hidden(some)[:, :-1]
-            calls = _added(calls, handle.stats())
-            full = len(full_attention_layers(self.model))
-            densities.append((sum(seen) + full - len(seen)) / full)
-            found.append(_compare_rows(self.model, dense, sparse, some))
-            self.task.advance(share / count / 2)
+            run = partial(self._stretch, self.stretch(ids, index * stride, window), name, share / count / 2)
+            found.append(self._remember(_Stretch, name, window, run))
+            calls = _added(calls, found[-1].calls)
         if not calls["sparse_calls"] and has_sparse_rule(self.policy):
             raise ValueError(f"no layer ran sparse, so nothing can be validated: {calls['dense_calls']}")
-        losses_dense, losses_sparse = (torch.stack([each[i] for each in found]).double() for i in (0, 1))
+        losses_dense, losses_sparse, errors = (
+            torch.tensor([each[i] for each in found], dtype=torch.float64, device="cpu") for i in range(3)
+        )
         change = losses_sparse - losses_dense
-        errors = torch.stack([each[2] for each in found])
         logits = LogitErrors(
             max_error=float(errors[:, 0].amax()),
             mean_error=float(errors[:, 1].mean()),
@@ -146,7 +152,22 @@ class Comparison:
             tokens=losses_dense.numel(),
         )
         first, stretches = losses_dense[0].tolist(), losses_dense.mean(1).tolist()
-        return TextFigures(logits, perplexities, statistics.mean(densities), calls, first, stretches)
+        density = statistics.mean(each.density for each in found)
+        return TextFigures(logits, perplexities, density, calls, first, stretches)
+
+    def _stretch(self, ids: Tensor, name: str, share: float) -> _Stretch:
+        from dynaxx.integrations.transformers.apply_policy import full_attention_layers
+
+        self.task.advance(0, f"{name}: dense")
+        dense = self.hidden(ids)[:, :-1]  # of the whole stretch, as in the tuner's trials
+        self.task.advance(share, f"{name}: sparse")
+        seen: list[float] = []
+        with self.applied() as handle, handle.watch(lambda _, layout: seen.append(layout.density())):
+            sparse = self.hidden(ids)[:, :-1]
+        self.task.advance(share)
+        full = len(full_attention_layers(self.model))
+        rows = _compare_rows(self.model, dense, sparse, ids)
+        return _Stretch(*(each.tolist() for each in rows), (sum(seen) + full - len(seen)) / full, handle.stats())
 
     def kinds(self, kinds: Sequence[tuple[str, Tensor]], share: float) -> tuple[KindRow, ...]:
         """Compare the loss on one stretch of each kind of text, (1, tokens) ids by name."""
@@ -155,7 +176,7 @@ class Comparison:
             if not self.has_time(label(kind), 2, ids.shape[1]):
                 continue
             self.task.advance(0, f"{label(kind)}: dense and sparse")
-            row: KindRow = self.steps.remember_as(KindRow, f"kind {kind}", partial(self._kind, kind, ids))
+            row: KindRow = self._remember(KindRow, label(kind), ids.shape[1], partial(self._kind, kind, ids))
             rows.append(row)
             self.task.advance(share / len(kinds), f"{label(kind)}: perplexity {row.ratio - 1:+.2%}")
         return tuple(rows)
@@ -171,12 +192,13 @@ class Comparison:
     def noise(self, ids: list[int], text: TextFigures) -> Noise | None:
         """Measure the dense model's own differences on the first stretch of text."""
         tokens = len(text.first) + 1
-        if not self.has_time("the dense model's own noise", 1, tokens):
+        what = "the dense model's own noise"
+        if not self.has_time(what, 1, tokens):
             return None
-        self.task.advance(0, "the dense model's own noise")
+        self.task.advance(0, what)
         dense = torch.tensor(text.first, dtype=torch.float64, device="cpu")
         given = (self.model, self.stretch(ids, 0, tokens), dense, text.stretches)
-        found: Noise = self.steps.remember_as(Noise, "noise", partial(measure_noise, *given))
+        found: Noise = self._remember(Noise, what, tokens, partial(measure_noise, *given))
         return found
 
     def suite(self, tokenizer: Any, text: str, plan: SuitePlan, seed: int, share: float) -> SuiteResult:
@@ -186,10 +208,12 @@ class Comparison:
         given = (self.model, tokenizer, self.applied, text, plan)
         return run_suite(*given, limit=limit, seed=seed, say=say, remember=self.steps.remember)
 
-    def retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
-        """Score every task, dense and sparse."""
-        run, form = partial(self._retrieval, samples, share), tuple[TaskScore, ...]
-        found: tuple[TaskScore, ...] = self.steps.remember_as(form, "retrieval", run)
+    def retrieval(self, samples: Sequence[Any], tokens: int, share: float) -> tuple[TaskScore, ...]:
+        """Score every task with prompts of so many tokens, dense and sparse."""
+        what, run = "retrieval tasks", partial(self._retrieval, samples, share)
+        if not self.has_time(what, 2 * len(samples), tokens):
+            return ()
+        found: tuple[TaskScore, ...] = self._remember(tuple[TaskScore, ...], what, tokens, run)
         return found
 
     def _retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
@@ -211,10 +235,12 @@ class Comparison:
             rows.append(TaskScore(task, dense_accuracy, sparse_accuracy, dense_logprob, sparse_logprob, drop, error))
         return tuple(rows)
 
-    def repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition:
+    def repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition | None:
         """Generate greedy continuations of held-out text, dense and sparse."""
-        run = partial(self._repetition, ids, prompt_tokens, share)
-        found: Repetition = self.steps.remember_as(Repetition, "repetition", run)
+        what, run = "generated text", partial(self._repetition, ids, prompt_tokens, share)
+        if not self.has_time(what, GENERATING, prompt_tokens):
+            return None
+        found: Repetition = self._remember(Repetition, what, prompt_tokens, run)
         return found
 
     def _repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition:
@@ -245,32 +271,32 @@ class Comparison:
         rows: list[list[int]] = torch.cat(made, dim=1).tolist()
         return rows
 
-    def speed(
-        self, ids: list[int], lengths: Sequence[int], share: float, timed: Mapping[int, SpeedRow]
-    ) -> tuple[SpeedRow, ...]:
-        """Time dense and sparse prefill in turns, at each length that was not timed before, the longest that fit first.
+    def speed(self, ids: list[int], lengths: Sequence[int], share: float) -> tuple[SpeedRow, ...]:
+        """Time dense and sparse prefill in turns at each length, the longest that fit first.
 
         The shortest one, where a policy gains least, keeps its share of the time.
         """
-        rows = []
+        rows, limit = list[SpeedRow](), self.policy.tolerances.slowdown or 1.0
         for seqlen in sorted(lengths, reverse=True):
-            row, shorter = timed.get(seqlen), {min(lengths)} - {seqlen}
+            what, shorter = f"the speed at {seqlen:,} tokens", {min(lengths)} - {seqlen}
+            step = what if self.time.seconds is None else f"{what} within {self.time.seconds} s"  # maybe in few pairs
             with self.time.reserving(partial(self.speed_seconds, shorter)):
-                if row is None and not self.has_time(f"the speed at {seqlen:,} tokens", PAIR, seqlen):
+                if not self.has_time(what, PAIR, seqlen, step):
                     continue
-                if row is None:
-                    self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
-                    prompt = torch.tensor([ids[:seqlen]], dtype=torch.int64, device="cpu")
-                    limit = self.policy.tolerances.slowdown or 1.0
-                    run = partial(time_prefill, self.model, prompt, self.applied, limit, self.time)
-                    row = self.steps.remember_as(SpeedRow, f"speed {seqlen}", run)
-            rows.append(row)
+                self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
+                prompt = torch.tensor([ids[:seqlen]], dtype=torch.int64, device="cpu")
+                run = partial(time_prefill, self.model, prompt, self.applied, limit, self.time)
+                rows.append(self._remember(SpeedRow, step, seqlen, run))
             self.task.advance(share * seqlen / sum(lengths))
         return tuple(sorted(rows, key=lambda row: row.seqlen))
 
     def speed_seconds(self, lengths: Iterable[int]) -> float:
         """Return the expected seconds of one pair of prefills at each length."""
         return sum(PAIR * self.time.expects(PASS, seqlen) for seqlen in lengths)
+
+
+def _named(what: str, tokens: int) -> str:
+    return f"{what}, {tokens} tokens"
 
 
 @torch.no_grad()

@@ -27,9 +27,9 @@ from dynaxx.lab.texts import encode, split_text, start_of, started
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.tune.evidence import RATIO_ON
-from dynaxx.lab.validate.comparison import Comparison, TextFigures, has_sparse_rule
+from dynaxx.lab.validate.comparison import Comparison, has_sparse_rule
 from dynaxx.lab.validate.limits import checks_of
-from dynaxx.lab.validate.result import Repetition, TaskScore, ValidationResult
+from dynaxx.lab.validate.result import TaskScore, ValidationResult
 from dynaxx.lab.validate.tasks import make_samples
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ TOKENS = 4096  # tokens of each stretch of held-out text, if the policy's border
 TASK_TOKENS = 2048
 TASK_SAMPLES = 3  # samples per task
 PROMPT_TOKENS = 1024  # prompt tokens before generated text
-GENERATING = 15  # passes over the prompt that generated text takes about as long as
 LENGTHS = (512, 2048, 8192)  # lengths for time and memory, if the policy, the model and the text allow
 
 
@@ -51,7 +50,6 @@ def validate(
     *,
     lengths: Sequence[int] | None = None,
     tokens: int | None = None,
-    earlier: ValidationResult | None = None,
     kinds: Sequence[str] = (),
     suite: SuitePlan | None = None,
     seed: int = 0,
@@ -70,14 +68,13 @@ def validate(
             text. The policy's border is added, and lengths that it runs dense are left out.
         tokens: length of the stretches of text for quality. The default is 4,096 or the policy's border, limited by
             the text.
-        earlier: a validation of the same rules with a lower border, on the same text with the same settings. Figures
-            from lengths that run sparse with either border are kept; everything else is measured.
         kinds: other kinds of text (`kinds.KINDS`, or "all") whose perplexity must meet the same limit.
         suite: long-context tasks to run instead of the three short retrieval tasks.
         seed: seed of the tasks.
         progress: reports each step.
         time: the time budget. One stretch of text is always compared; what does not fit is left out, and named.
-        state: file that keeps each finished measurement, from which a stopped run without a time budget continues.
+        state: file that keeps each finished measurement. A stopped run continues from it, and so does a validation of
+            the same rules with another border, where both run the same blocks.
 
     Raises:
         ValueError: the text is too short, or the policy has no sparse rule or is dense at all possible lengths, so that
@@ -87,39 +84,25 @@ def validate(
     """
     progress, time = progress or SilentProgress(), time or TimeBudget()
     setup = _set_up(model, tokenizer, policy, text, lengths, tokens, kinds, suite, seed)
-    known = earlier if earlier is not None and setup.covers(earlier) else None
     ids = setup.ids
     steps = Steps(state, "" if state is None else _key(model, policy, setup, suite))
     with evaluating(model), progress.task("Validating", 100) as task:
         run = Comparison(model, policy, task, start_of(tokenizer), time, steps)
         with run.applied():  # refuse a policy for another model before long work
             pass
-        timed = {} if known is None else {row.seqlen: row for row in known.speed if row.seqlen >= setup.border}
-        to_time = [each for each in setup.lengths if each <= setup.window and each not in timed]
+        to_time = [each for each in setup.lengths if each <= setup.window]
         with fast_linears(model), time.reserving(lambda: run.speed_seconds(to_time)):
-            if known is not None:
-                task.advance(35, "the same blocks as before on the same text")
-                of_text = TextFigures(known.logits, known.perplexity, known.density, known.layer_calls)
-                noise, rows = known.noise, known.kinds
-            else:
-                of_text = run.text(ids, setup.window, share=35)
-                rows = run.kinds(setup.kinds, share=0)
-                noise = run.noise(ids, of_text)
+            of_text = run.text(ids, setup.window, share=35)
+            rows = run.kinds(setup.kinds, share=0)
+            noise = run.noise(ids, of_text)
             tasks: tuple[TaskScore, ...] = ()
             answered = None
             if suite is not None:
                 answered = run.suite(tokenizer, setup.held_out, suite, seed, share=20)
-            elif known is not None and setup.task_tokens == _task_tokens(setup.window, known.sparse_from or 0):
-                tasks = known.tasks
-            elif run.has_time("retrieval tasks", 2 * len(setup.samples), setup.task_tokens):
-                tasks = run.retrieval(setup.samples, share=20)
-            repetition: Repetition | None = None
-            prompt = _prompt_tokens(setup.window, setup.border)
-            if known is not None and prompt == _prompt_tokens(setup.window, known.sparse_from or 0):
-                repetition = known.repetition
-            elif run.has_time("generated text", GENERATING, prompt):
-                repetition = run.repetition(ids, prompt, share=15)
-        speed = run.speed(ids, setup.lengths, share=30, timed=timed)
+            else:
+                tasks = run.retrieval(setup.samples, setup.task_tokens, share=20)
+            repetition = run.repetition(ids, max(setup.border, min(setup.window, PROMPT_TOKENS)), share=15)
+        speed = run.speed(ids, setup.lengths, share=30)
     perplexity = of_text.perplexity
     checks = checks_of(policy.tolerances, of_text.logits, perplexity, tasks, repetition, speed, rows, answered)
     return ValidationResult(
@@ -145,11 +128,11 @@ def validate(
 
 
 def _key(model: Any, policy: Policy, setup: _Setup, suite: SuitePlan | None) -> str:
-    """Return an identity of what is measured and of the machine that measures it."""
-    ids = torch.cat([torch.tensor(setup.ids, dtype=torch.int64, device="cpu"), *(ids[0] for _, ids in setup.kinds)])
-    settings = dict(window=setup.window, tasks=setup.task_tokens, seed=setup.seed, suite=suite)
+    """Return an identity of what is measured, whose steps name their lengths, and of the machine that measures it."""
+    rules = policy_digest(policy.replace(dense_below=0, sparse_from=None))
+    settings = dict(policy=rules, seed=setup.seed, suite=suite and (suite, setup.border))
     on = dict(machine=machine_facts(), device=model.device)
-    return fingerprint(model, ids, policy=policy_digest(policy), **settings, **on)
+    return fingerprint(model, torch.tensor(setup.ids, dtype=torch.int64, device="cpu"), **settings, **on)
 
 
 class _Setup(NamedTuple):
@@ -165,11 +148,6 @@ class _Setup(NamedTuple):
     samples: list[Any]  # retrieval tasks; empty with a suite
     kinds: list[tuple[str, Tensor]]  # name and ids (1, window) of other kinds of text
     seed: int
-
-    def covers(self, earlier: ValidationResult) -> bool:
-        """Return whether an earlier validation with a lower border ran the same blocks on the same text."""
-        same = earlier.seed == self.seed and earlier.window_tokens == self.window
-        return self.sparse and same and self.window > self.border
 
 
 def _set_up(
@@ -246,11 +224,6 @@ def _window(tokens: int | None, least: int, limit: int, given: int) -> int:
 def _task_tokens(window: int, border: int) -> int:
     """Return the length of the retrieval tasks."""
     return max(border, min(window, TASK_TOKENS))
-
-
-def _prompt_tokens(window: int, border: int) -> int:
-    """Return the length of the prompt before generated text."""
-    return max(border, min(window, PROMPT_TOKENS))
 
 
 def _tuned_kinds(policy: Policy) -> tuple[str, ...]:

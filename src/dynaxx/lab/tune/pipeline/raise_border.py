@@ -43,7 +43,8 @@ def validate_tuned(
         out: the folder that `tune` wrote to.
         say: a function that reports each raise.
         time: the time budget; under a limit, texts are hardly longer than those that were tuned on.
-        **options: options of `validate`. Texts are at least as long as those that were tuned on.
+        **options: options of `validate`; its `state` keeps what does not change with the border. Texts are at least as
+            long as those that were tuned on.
 
     Returns:
         The tuned result with its final border, and the validation of that policy.
@@ -55,10 +56,10 @@ def validate_tuned(
     """
     from dynaxx.lab.validate.run import TOKENS, validate
 
-    def validated(tuned: TuneResult, earlier: ValidationResult | None = None) -> ValidationResult:
+    def validated(tuned: TuneResult) -> ValidationResult:
         limited = time is not None and time.seconds is not None
         tokens = max(SHORT if limited else TOKENS, tuned.tokens, tuned.policy.border + 1)
-        return validate(model, tokenizer, tuned.policy, text, tokens=tokens, earlier=earlier, time=time, **options)
+        return validate(model, tokenizer, tuned.policy, text, tokens=tokens, time=time, **options)
 
     found = validated(tuned)
     while (border := found.later_border(timing.seqlen for timing in tuned.crossover)) is not None:
@@ -67,7 +68,7 @@ def validate_tuned(
         later = with_border(tuned, border, found)
         say(f"validate: slower than dense at {later.raised[-1].seqlen:,} tokens, so sparse from {border:,}")
         try:
-            found = validated(later, found)
+            found = validated(later)
         except ValueError:  # the text is too short for longer prompts
             break
         tuned = later.write(out)

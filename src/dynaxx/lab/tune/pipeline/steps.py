@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynaxx.lab.about import about
-from dynaxx.lab.files import read_json, write_json
+from dynaxx.lab.files import read_json, state_of, write_json, write_result
 from dynaxx.lab.kinds import kinds_of, text_of
 from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.perplexity import measure_pace
@@ -149,17 +149,17 @@ class _Steps:
         self.about = about(model, text)
         self._earlier = read_settings(plan.out / "run.json") if plan.resume else {}
         self._known = self._earlier.get("about") == self.about
-        for stale in ("report.html", *(() if self._known else ("profile.json", "analysis.json", "validation.json"))):
-            (plan.out / stale).unlink(
-                missing_ok=True
-            )  # a page never outlives its results, also of a run that is killed
+        (plan.out / "report.html").unlink(missing_ok=True)  # never outlives its results, also of a run that is killed
+        for stale in () if self._known else ("profile.json", "analysis.json", "validation.json"):
+            for path in (plan.out / stale, state_of(plan.out / stale)):
+                path.unlink(missing_ok=True)
 
     def profile(self) -> dict[str, Any] | None:
         from dynaxx.lab.profile.run import profile
 
         plan = self.plan
         options: dict[str, Any] = dict(lengths=self.lengths, name=plan.name, price_per_hour=plan.price_per_hour)
-        options |= dict(progress=self.progress, time=self.time)
+        options |= dict(progress=self.progress, time=self.time, state=state_of(plan.out / "profile.json"))
         make = lambda: profile(self.model, self.tokenizer, self.text, **options)
         return self._document(
             "profile", "profile.json", make, ("lengths", "price_per_hour", "machine"), PROFILE_SECONDS
@@ -208,7 +208,7 @@ class _Steps:
             self.left_out.append("validate")
             return tuned, None, "no time was left for it; the same command continues with it"
         options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed, kinds=plan.kinds)
-        options |= dict(progress=self.progress, time=self.time)
+        options |= dict(progress=self.progress, time=self.time, state=state_of(path))
         try:
             with self.time.reserving(lambda: REPORT_SECONDS):
                 tuned, found = validate_tuned(self.model, self.tokenizer, tuned, self.text, **options)
@@ -216,7 +216,7 @@ class _Steps:
             return tuned, None, str(error)
         digests = {**self.about, **about(policy=tuned.policy)}
         validated = {**found.to_dict(), "about": digests, "command": plan.command}
-        self.files.append(write_json(path, validated))
+        self.files.append(write_result(path, validated))
         return tuned, validated, found.summary()
 
     def analyze(self) -> dict[str, Any] | None:
@@ -262,7 +262,7 @@ class _Steps:
             return None
         document: dict[str, Any] = {**make().to_dict(), "about": digests, "command": self.plan.command}
         document = less_cut(document, earlier if whole else None)
-        self.files.append(write_json(path, document))
+        self.files.append(write_result(path, document))
         return document
 
 
