@@ -21,7 +21,7 @@ from dynaxx.lab.tune.costs import Allocator, Costs, budgets_for, density_of, sco
 from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SearchTexts, search_texts
-from dynaxx.lab.tune.density.trials import ERRORS, Trials, mean_and_error
+from dynaxx.lab.tune.density.trials import ERRORS, Trials, rise_of
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import KindTrial
 from dynaxx.lab.tune.text_costs import TextCosts
@@ -193,11 +193,11 @@ class Costing:
             said = f"perplexity {changes[scorer].mean():+.2%} at {found[scorer].density:.0%} of the blocks"
             task.advance(0, f"{scorer!r}: {said}")
         measured = min(scorers, key=lambda scorer: float(changes[scorer].mean()))
-        gained, error = mean_and_error([changes[best] - changes[measured]])
-        if gained > ERRORS * error:
+        gained = rise_of([changes[best] - changes[measured]])
+        if gained.mean > ERRORS * gained.error(1):
             best = measured
-        mean, error = mean_and_error([changes[best]])
-        rises.learn({kind: found[best].loss}, [KindTrial(kind, math.exp(mean), error, True, changes[best].numel())])
+        rise, tokens = rise_of([changes[best]]), changes[best].numel()
+        rises.learn({kind: found[best].loss}, [KindTrial(kind, math.exp(rise.mean), rise.error(1), True, tokens)])
         return best
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.lab.resume import Steps
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.costs import BUDGETS, Costs
 from dynaxx.lab.tune.density.candidates import Candidate, TunedCandidates, UniformCandidates
 from dynaxx.lab.tune.density.guide import Guide
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SearchTexts, Stretch
-from dynaxx.lab.tune.density.trials import Trials, mean_and_error
+from dynaxx.lab.tune.density.trials import Trials, rise_of
 from dynaxx.lab.tune.result import KindTrial, Trial
 from slow_clock import SlowClock
 
@@ -174,13 +175,34 @@ def test_interpolated_budgets_lie_between_measured_ones():
 def test_neighbouring_tokens_are_one_observation():
     torch.manual_seed(0)
     apart = torch.randn(8192, dtype=torch.float64)
-    mean, error = mean_and_error([apart])
-    assert mean == pytest.approx(float(apart.mean()))
-    assert error == pytest.approx(1 / 8192**0.5, rel=0.5)
+    rise = rise_of([apart])
+    assert rise.mean == pytest.approx(float(apart.mean()))
+    assert rise.error(1) == pytest.approx(1 / 8192**0.5, rel=0.5)
+    assert rise.error(4) == pytest.approx(rise.error(1) / 2)
     together = torch.randn(16, dtype=torch.float64).repeat_interleave(512)
-    assert mean_and_error([together])[1] == pytest.approx(float(together.std()) / 4, rel=0.1)
-    assert mean_and_error([apart[:8], apart[8:16]])[1] < math.inf
-    assert mean_and_error([apart[:1]])[1] == math.inf, "one observation says nothing about the error"
+    assert rise_of([together]).error(1) == pytest.approx(float(together.std()) / 4, rel=0.1)
+    assert rise_of([apart[:8], apart[8:16]]).error(2) < math.inf
+    assert rise_of([apart[:1]]).error(1) == math.inf, "one observation says nothing about the error"
+
+
+def test_a_trial_beside_one_with_more_text_has_nearly_its_error():
+    """The mean is right on average, and within twice its error as often as chance says."""
+    torch.manual_seed(0)
+    means, errors = [], []
+    for _ in range(500):
+        runs = 0.5 + torch.randn(6, 8, dtype=torch.float64)
+        other = [row.repeat_interleave(512) for row in runs]
+        changes = [(row + 0.1 + 0.2 * torch.randn(8, dtype=torch.float64)).repeat_interleave(512) for row in runs[:1]]
+        rise = rise_of(changes, other)
+        means.append(rise.mean)
+        errors.append(rise.error(1))
+    off, errors = torch.tensor(means) - 0.6, torch.tensor(errors)
+    assert float(off.mean().abs()) < 0.03
+    assert float(errors.mean()) == pytest.approx(float(off.std()), rel=0.1)
+    assert float(errors.mean()) < 0.5 * 8**-0.5, "the text alone has an error of 0.35"
+    assert float((off.abs() < 2 * errors).double().mean()) > 0.9
+    alone = rise_of(other, changes)
+    assert (alone.mean, alone.error(6)) == (rise_of(other).mean, rise_of(other).error(6)), "only more text helps"
 
 
 class Fixed(Trials):
@@ -188,7 +210,7 @@ class Fixed(Trials):
 
     def __init__(self, kinds, rises, tokens=512, time=None):
         stretches = tuple(Stretch(kind, torch.zeros(1, tokens + 1)) for kind in kinds)
-        super().__init__(None, SearchTexts(stretches, stretches), set(), tokens, 16, 0.01, None, time)
+        super().__init__(None, SearchTexts(stretches, stretches), Steps(None), tokens, 16, 0.01, None, time)
         self.rises, self.seen = rises, []
 
     def policy(self, *_):
@@ -258,6 +280,21 @@ def test_a_trial_ends_where_the_rest_of_its_text_could_hardly_let_it_pass():
     assert (late.seen, found.passed, found.decided) == ([0], False, False), "its time is for another trial"
     assert late.trial(stored=True) is None
     assert of(0.008, time=short).trial(late=True).tokens > 512, "one more stretch could decide it"
+
+
+def test_a_trial_near_one_with_all_text_needs_little_of_it():
+    rises = [(mean, 0.004) for mean in (0.0095, 0.007, 0.0075, 0.0085, 0.0065, 0.008)]
+    alone, beside = Fixed(["sample"] * 6, rises), Fixed(["sample"] * 6, rises)
+    for index in range(6):
+        for key, (mean, deviation) in (("dense text", (0.0, 0.0)), ("trial near", rises[index])):
+            found = Fixed([], [(0.95 * mean, deviation)] * 6).remembered(key, None, index)
+            beside.steps.store(f"{key} {index}", found)
+    found = beside.trial()
+    assert (found.passed, found.decided, len(alone.seen), beside.seen) == (True, True, 0, [0])
+    whole = alone.trial(densest=True)
+    assert whole.tokens >= 5 * 512
+    assert found.ratio == pytest.approx(whole.ratio, abs=0.0003), "its first stretch alone says 0.95 %"
+    assert found.error < 1.1 * whole.error
 
 
 def test_no_rise_is_clear_at_once():

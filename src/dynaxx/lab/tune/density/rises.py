@@ -86,12 +86,16 @@ class Rises:
         return max((above + prior * common) / (below + prior), MIN_FACTOR * common)
 
     def _error(self, kind: str, predicted: float) -> float:
-        """Return the standard error of a trial on all tokens; it grows with the square root of the loss."""
+        """Return the standard error of the next trial; it grows with the square root of the loss.
+
+        The trial has as much text as time allows, or is compared with the one that had most, whose error tells.
+        """
         points = self._points.get(kind) or [point for each in self._points.values() for point in each]
         if not points:
             return 0.0
-        each = [point.error * math.sqrt(point.tokens / point.predicted) for point in points]
-        return statistics.median(each) * math.sqrt(predicted / max(1.0, self._share() * self._tokens.get(kind, 1)))
+        most = max(point.tokens for point in points)
+        each = [point.error * math.sqrt(most / point.predicted) for point in points if point.tokens == most]
+        return statistics.median(each) * math.sqrt(predicted / max(most, self._share() * self._tokens.get(kind, 1)))
 
 
 def _sums(points: Sequence[Point]) -> tuple[float, float]:
