@@ -9,7 +9,7 @@ import pytest
 
 import dynaxx
 from command_line import CHECKED, POLICY, Result, Validation, dynaxx_, stand_in
-from dynaxx.lab.files import alone_in
+from dynaxx.lab.files import alone_in, write_result
 from dynaxx.lab.tune.crossover import LengthTiming
 from tiny import TEXT
 
@@ -232,6 +232,21 @@ def test_a_stop_after_the_search_keeps_and_says_what_was_found(tools, monkeypatc
     assert (tmp_path / "report.html").exists()
     monkeypatch.setitem(sys.modules, f"dynaxx.lab.{step}.run", real)
     assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 0
+
+
+def test_a_stop_while_the_validation_is_written_leaves_none(tools, monkeypatch, tiny, tmp_path):
+    """The page and the summary say the same."""
+
+    def write(path, document):
+        if write_result(path, document).name == "validation.json":
+            raise KeyboardInterrupt
+        return path
+
+    monkeypatch.setattr("dynaxx.lab.tune.pipeline.steps.write_result", write)
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 130
+    assert "could not be validated:\nit was stopped" in shown.stdout
+    assert not (tmp_path / "validation.json").exists()
 
 
 def test_a_stop_before_the_search_says_that_it_goes_on(tools, monkeypatch, tiny, tmp_path):

@@ -38,7 +38,7 @@ def test_common_forms_are_read_without_braces(row, text, tmp_path):
         ("a", json.dumps([row, row], indent=1)),
     ):
         assert plain_text(content, name, said.append) == f"{text}\n\n{text}"
-    assert said == [f"{name}: 2 rows of JSON are read as the text of their messages" for name in ("a.jsonl", "a")]
+    assert said == [f"{name}: 2 rows of JSON are read as the text that they hold" for name in ("a.jsonl", "a")]
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(row))
     assert load_text(path) == text
@@ -68,7 +68,7 @@ def test_a_few_odd_rows_are_left_out_and_said(row, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(text, "utf-8")
     assert load_text(path, said.append) == "User: Why?\n\nUser: Why?"
-    assert said[0].startswith(f"{path}: 2 rows of JSON are read as the text of their messages; 1 others")
+    assert said[0].startswith(f"{path}: 2 rows of JSON are read as the text that they hold; 1 other")
 
 
 def test_a_broken_line_is_named():

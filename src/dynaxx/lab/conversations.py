@@ -46,8 +46,8 @@ def plain_text(text: str, name: str, say: Callable[[str], object]) -> str:
     if 2 * len(odd) >= len(rows):
         say(f"{name}: JSON{keys} is read as it stands, braces included; forms that are read as text: {FORMS}")
         return text
-    left_out = f"; {len(odd):,} others{keys} are left out" if odd else ""
-    say(f"{name}: {len(rows) - len(odd):,} rows of JSON are read as the text of their messages{left_out}")
+    left_out = f"; {len(odd):,} other{f's{keys} are' if len(odd) > 1 else f'{keys} is'} left out" if odd else ""
+    say(f"{name}: {len(rows) - len(odd):,} rows of JSON are read as the text that they hold{left_out}")
     return "\n\n".join(said for said in read if said)
 
 

@@ -63,6 +63,14 @@ def test_a_run_without_a_budget_is_advised_none():
         assert "the same command" in stopped.advice
 
 
+def test_fewer_blocks_are_promised_only_where_the_search_is_not_done():
+    passed, failed = Trial(0.4, 11.0, 1.004, 0.001, True), Trial(0.395, 11.0, 1.05, 0.001, False)
+    given = dict(ended="time", chosen=SPARSE, timings=[LengthTiming(1024, 2.0, 1.0)])
+    assert outcome(**given, tuned=guide_of(passed)).advice.startswith("Fewer blocks may do: the same command with")
+    done = outcome(**given, tuned=guide_of(passed, failed)).advice
+    assert done == "Not everything was measured: the same command with --time-budget 10m continues."
+
+
 @pytest.mark.parametrize(("tolerance", "shown"), [(0.00004, "0.004"), (1e-6, "0.0001"), (1e-8, "0.000001")])
 def test_tiny_tolerances_are_shown_whole(tolerance, shown):
     found = outcome(tolerance=tolerance, chosen=SPARSE, timings=[LengthTiming(1024, 2.0, 1.0)])

@@ -84,7 +84,8 @@ def decide(
             ended, "undecided", None, f"{_ENDS[ended]}{tried}; no density is known to pass or to fail", again
         )
     border, longest = dense_below(timings), max((each.seqlen for each in timings), default=0)
-    more = "" if ended == "done" else f"Fewer blocks may do: the same command{budget} continues."
+    left = "Not everything was measured" if tuned is not None and tuned.is_done() else "Fewer blocks may do"
+    more = "" if ended == "done" else f"{left}: the same command{budget} continues."
     found = f"{chosen.trial.density:.1%} of the blocks keep perplexity within {limit} at {tokens:,} tokens"
     if not timings:
         return Outcome(ended, "undecided", None, f"{found}, but {_ENDS[ended]} before attention was timed", again)

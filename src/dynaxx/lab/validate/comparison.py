@@ -166,8 +166,8 @@ class Comparison:
             sparse = self.hidden(ids)[:, :-1]
         self.task.advance(share)
         full = len(full_attention_layers(self.model))
-        rows = _compare_rows(self.model, dense, sparse, ids)
-        return _Stretch(*(each.tolist() for each in rows), (sum(seen) + full - len(seen)) / full, handle.stats())
+        losses, after, errors = (each.tolist() for each in _compare_rows(self.model, dense, sparse, ids))
+        return _Stretch(losses, after, errors, (sum(seen) + full - len(seen)) / full, handle.stats())
 
     def kinds(self, kinds: Sequence[tuple[str, Tensor]], share: float) -> tuple[KindRow, ...]:
         """Compare the loss on one stretch of each kind of text, (1, tokens) ids by name."""

@@ -125,7 +125,8 @@ class SpeedRow:
         cpu = ""
         if self.dense_cpu_seconds and self.sparse_cpu_seconds:
             cpu = f", {self.dense_cpu_seconds / self.sparse_cpu_seconds:.2f}x by CPU time"
-        return f"{self.speedup:.2f}x the speed of dense ({self.low:.2f} to {self.high:.2f} in {self.pairs} pairs{cpu})"
+        pairs = f"{self.pairs} pair{'s' * (self.pairs > 1)}"
+        return f"{self.speedup:.2f}x the speed of dense ({self.low:.2f} to {self.high:.2f} in {pairs}{cpu})"
 
     def against(self, slowdown: float) -> Literal["fast", "slow", "unclear"]:
         """Return whether the prefill is surely within a limit of sparse over dense seconds, surely not, or neither.
@@ -209,8 +210,8 @@ class ValidationResult(Result):
         if failed.keys() - {"slowdown"}:
             rises = [row.ratio - 1 for row in worse]
             rises += [c.value - 1 for c in self.checks if c.name == "perplexity_ratio" and not c.passed]
-            lower = f" (about {(limit - 1) ** 2 / max(rises):.2g} would do here)" if rises and limit > 1 else ""
-            lower = f"with a lower --tolerance{lower}, or " if limit > 1 else ""
+            lower = f", for example {(limit - 1) ** 2 / max(rises):.2g}," if rises and limit > 1 else ""
+            lower = f"with a lower --tolerance{lower} or " if limit > 1 else ""
             found.append(f"Tune again {lower}on more text of the kind that failed.")
         for row in [] if self.suite is None else self.suite.of("fails"):
             found.append(f"Tune again with `--hold {row.task}`: at {row.tokens:,} tokens the policy {row.why}.")

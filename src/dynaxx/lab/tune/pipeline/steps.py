@@ -97,7 +97,9 @@ def run(
                 analyzed = seconds.timed("analyze", steps.analyze)
         except KeyboardInterrupt:  # the policy is useful without the later steps
             stopped = True
-            said = said if "validate" in seconds.seconds else "it was stopped; the same command continues with it"
+            if "validate" not in seconds.seconds:
+                said = "it was stopped; the same command continues with it"
+                (plan.out / "validation.json").unlink(missing_ok=True)  # written at the moment of the stop
         task.advance(0, "report")
         seconds.timed("report", steps.report)
         task.advance(0, "done")
