@@ -211,6 +211,13 @@ def test_sentences_repeat_what_the_documents_say(tmp_path, outcome):
         assert f"{validation['window_tokens']:,} tokens" in top
 
 
+def test_attention_alone_is_said_of_lengths_that_run_sparse(tmp_path):
+    """Here 256 and 1,024 tokens were timed, and the policy runs 700 sparse and 256 dense."""
+    page = page_of(tmp_path, validation=made.validation(whole=False) | {"window_tokens": 700})
+    assert "Prompts of 700 tokens were not timed." in plain(page.text)
+    assert "Attention alone, with the choice" not in page.text
+
+
 FOREIGN = {
     "tuning": {"about": made.about(DENSE)},
     "validation": {"about": made.about(DENSE)},

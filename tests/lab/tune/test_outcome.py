@@ -108,6 +108,9 @@ def test_lengths_that_were_not_tuned_are_not_called_tuned():
     found = outcome(chosen=SPARSE, timings=timings, usual=2048)
     assert (found.verdict, found.border) == ("undecided", None)
     assert found.advice == "Tune at a length that would run sparse: --tokens 2048."
+    disturbed = outcome(chosen=SPARSE, timings=[replace(each, busy=True) for each in timings], usual=4096)
+    assert disturbed.why.endswith("faster here only from 2,048 while the machine is busy")
+    assert disturbed.advice.startswith("Run the same command on a quiet machine"), "load moves the border"
     said = outcome(chosen=SPARSE, timings=timings, usual=4096).advice
     assert "--tokens 2048; longer texts need fewer blocks: --tokens 4096" in said, "else each advice leads to the next"
     found = outcome(chosen=SPARSE, timings=[LengthTiming(n, 1.0, 1.0 if n < 512 else 0.5) for n in (256, 512, 1024)])

@@ -109,7 +109,8 @@ def _validated(
     if row is not None and (validation.get("layer_calls") or {}).get("own_pattern_calls"):
         parts.append("Layers with a window of their own run on dynaxx's kernels too, which is part of the speed.")
     sparse, short = validation["sparse_from"] is not None, row is None or row["seqlen"] < validation["window_tokens"]
-    parts += [_attention_alone(tuning, validation["window_tokens"])] if short and sparse and tuning else []
+    least = max(validation["sparse_from"] or 0, row["seqlen"] + 1 if row else 0)
+    parts += [_attention_alone(tuning, least, validation["window_tokens"])] if short and sparse and tuning else []
     parts += validation["advice"]
     parts += [validation["busy"]] if validation["busy"] else []
     if tuning and tuning["about"].get("text") != validation["about"].get("text"):
@@ -137,9 +138,9 @@ def _validated(
     return Verdict("yes", "\N{CHECK MARK} Passed", headline, " ".join(parts), stats)
 
 
-def _attention_alone(tuning: dict[str, Any], tokens: int) -> str:
-    """Return a sentence with the time of attention alone at the longest length up to `tokens`."""
-    timed = [each for each in tuning["crossover"] if each["seqlen"] <= tokens]
+def _attention_alone(tuning: dict[str, Any], least: int, tokens: int) -> str:
+    """Return a sentence with the time of attention alone at the longest length from `least` to `tokens`."""
+    timed = [each for each in tuning["crossover"] if least <= each["seqlen"] <= tokens]
     timing = max(timed, key=lambda each: each["seqlen"], default=None)
     if timing is None:
         return f"Prompts of {tokens:,} tokens were not timed."

@@ -83,6 +83,8 @@ def decide(
         return Outcome(
             ended, "undecided", None, f"{_ENDS[ended]}{tried}; no density is known to pass or to fail", again
         )
+    busy = any(each.busy for each in timings)
+    quiet = "Run the same command on a quiet machine: it measures the times again."
     border, longest = dense_below(timings), max((each.seqlen for each in timings), default=0)
     left = "Not everything was measured" if tuned is not None and tuned.is_done() else "Fewer blocks may do"
     more = "" if ended == "done" else f"{left}: the same command{budget} continues."
@@ -100,12 +102,13 @@ def decide(
         return Outcome(ended, "undecided", None, said, again)
     if border is None:
         said = f"{found}, but that is not faster here at any length up to {longest:,} tokens"
-        if any(each.busy for each in timings):
-            quiet = "Run the same command on a quiet machine: it measures the times again."
+        if busy:
             return Outcome(ended, "undecided", None, f"{said} while the machine is busy", quiet)
         return Outcome(ended, _ruled_out(tokens, usual), None, said, longer * (tokens < usual))
     if border > tokens:
         said = f"the policy was tuned at {tokens:,} tokens, and sparse attention is faster here only from {border:,}"
+        if busy:
+            return Outcome(ended, "undecided", None, f"{said} while the machine is busy", quiet)
         fits = f"Tune at a length that would run sparse: --tokens {border}"
         return Outcome(ended, "undecided", None, said, fits + (f"; {longer.lower()}" if border < usual else "."))
     return Outcome(ended, "sparse", border, found, more)
