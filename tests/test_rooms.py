@@ -173,6 +173,19 @@ def test_lists_of_files_are_complete():
     assert not missing, f"name {missing} in the docstring of their folder"
 
 
+def test_files_that_the_source_names_exist():
+    """A comment may name the end of a path; lines of a list of files start with their names."""
+    named = []
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        named += [(path.name, end) for end in re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|h))`", text)]
+        listed = re.findall(r"^    ([\w/, ]+?)  +\w", text.partition("The files:\n\n")[2].partition('\n"""')[0], re.M)
+        for name in re.split(r",\s*", ", ".join(listed)) if path.name == "__init__.py" and listed else []:
+            named.append((path.name, f"{path.parent.name}/{name.strip('/ ')}{'' if '/' in name else '.py'}"))
+    files = [path.as_posix() for folder in (SOURCE, ROOT / "tests", ROOT / "benchmarks") for path in folder.rglob("*")]
+    assert not [pair for pair in named if not any(file.endswith(f"/{pair[1]}") for file in files)]
+
+
 def test_folders_are_small():
     root = Path(__file__).parents[1]
     tops = (SOURCE, *(root / name for name in ("tests", "benchmarks", "examples", "docs")))

@@ -8,7 +8,7 @@ The files:
     grid, masks, entries          its parts: the grid of blocks, element masks, lists of visited blocks
     packed, pieces, hide_keys     layouts of packed and padded batches
     dense, block_mask, plot       conversions and drawing
-    transpose, on_gpu             the same blocks by column; layouts that kernels make on a GPU
+    on_gpu                        layouts that kernels make on a GPU
     paging/                       caches of keys and values in pages
     validate, form, derived, cache, host, host_metadata  checks, caches and host copies
 """

@@ -3,7 +3,7 @@
 
 The files:
 
-    base, choice, groups       selectors, hybrids, and heads that choose together
+    base, choice               selectors, hybrids, and heads that choose together
     budgets                    what a selector keeps
     scorers/                   estimates of attention, one method per file
     in_torch, in_core, device  the same choice in torch, in the C++ core and on a GPU

@@ -8,7 +8,7 @@ compiles once and without graph breaks. The op routes and runs the call when the
     when it runs:                                          Layer.attend: decide, then a rule, the model's own pattern,
                                                            or dense
 
-A causal mask reaches the op as its parts, padding and offset (`masks/traced.py`), so that no graph computes it. The op
+A causal mask reaches the op as its parts, padding and offset (`masks/lazy.py`), so that no graph computes it. The op
 makes a `LazyMask` of them, one per pass.
 
 Decoding steps are traced into the model's original attention, because the cache's summaries live outside the graph.

@@ -9,5 +9,5 @@ The files:
     search, finding, costing, density/  the run, what heads cost in it, and which density passes
     outcome                          what the search found out
     crossover, decode, decode_speed  from which length it is faster
-    reference, evidence, result, retune  what is written, and renewed
+    evidence, result, retune         what is written, and renewed
 """

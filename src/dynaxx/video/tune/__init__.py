@@ -7,5 +7,4 @@ The files:
     costs     what each density costs each head in each part of the denoising
     search    the policy for a density, and the sparsest one within a limit
     run       the command: search, validate, write the files
-    report    the page
 """

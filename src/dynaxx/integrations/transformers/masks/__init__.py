@@ -4,7 +4,6 @@
 The files:
 
     rules   reads the rule of a mask from its function
-    lazy    a mask that is computed only if it is read
-    traced  the parts of a causal mask in code that torch.compile traces
+    lazy    a mask that is computed only if it is read, and its parts in traced code
     runs    finds sequences in a mask
 """

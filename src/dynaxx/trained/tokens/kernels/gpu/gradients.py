@@ -43,7 +43,7 @@ class GradientRows(NamedTuple):
 
     rows: Tensor  # (kv heads times rows of each, D + E): dk, then dv
     parts: int = 1  # of a tile, which have rows of their own
-    by_thread: bool = False  # whether columns are in the order of `tokens/hopper/grouped_rows.py`
+    by_thread: bool = False  # whether columns are in the order of `hopper/grouped_rows.py`
 
 
 TileGradients = Callable[..., GradientRows]  # like `narrow_rows`

@@ -77,7 +77,7 @@ def _token_sum_kernel(
 
 @triton.jit
 def _in_order(acc):
-    """Return sums whose columns are in the order of `tokens/hopper/grouped_rows.py`, in ascending order."""
+    """Return sums whose columns are in the order of `hopper/grouped_rows.py`, in ascending order."""
     parts = tl.reshape(acc, [acc.shape[0], acc.shape[1] // 32, 4, 4, 2])
     return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [acc.shape[0], acc.shape[1]])
 
@@ -121,7 +121,7 @@ def _token_sums_kernel(
     PREFETCH: tl.constexpr,
     ADD: tl.constexpr,
     KEYS: tl.constexpr,
-    BY_THREAD: tl.constexpr,  # columns are in the order of `tokens/hopper/grouped_rows.py`
+    BY_THREAD: tl.constexpr,  # columns are in the order of `hopper/grouped_rows.py`
 ):
     """Add the rows of KEYS neighbouring keys, which share their entries, by products with ones and zeros."""
     W: tl.constexpr = D + E

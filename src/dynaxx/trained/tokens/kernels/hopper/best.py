@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of the best keys of a tile of queries on Hopper, whatever computes the scores.
 
-`tokens/triton/indexer.py` describes the method. A kernel hands over three functions, which `best_of_tile` calls:
+`triton/indexer.py` describes the method. A kernel hands over three functions, which `best_of_tile` calls:
 
     start(stream) -> first                             load the first keys; return the first product of their tile
     score(stream, i_key, first) -> scores, running     finish the scores of a tile of keys, start the next one's product

@@ -2,7 +2,7 @@
 """Forward over chosen tokens of grouped-query heads on Hopper: warps that gather, and two warpgroups that compute.
 
 A program is a tile of neighbouring queries times the q heads of a kv head, 128 rows, and the union of what the queries
-chose (`tokens/gpu/unions.py`), 64 keys at a time:
+chose (`gpu/unions.py`), 64 keys at a time:
 
     gathering warps      rows of k and v, by cp.async, into buffers of 64 keys
     warpgroup 0 and 1    s = q k of 64 rows -> weights, by a bit per query and key -> out += weights v

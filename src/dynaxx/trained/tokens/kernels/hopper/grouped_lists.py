@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of the tokens that neighbouring queries chose, as `tokens/gpu/unions.py` makes them, by marks in shared memory.
+"""Lists of the tokens that neighbouring queries chose, as `gpu/unions.py` makes them, by marks in shared memory.
 
     choices of a tile's queries -> a bit per query in a table of RANGE keys -> keys with any bit, in ascending order
 

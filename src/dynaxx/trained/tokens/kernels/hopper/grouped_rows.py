@@ -18,7 +18,7 @@ Both process the other keys:
     warpgroup 1          rows of dk = ds q over all 128 rows -> memory
 
 Here p and ds have two buffers each, and rows are made one turn later, so that a warpgroup need not wait for the other's
-p and ds. Rows go to memory from registers, while the scores of the next keys are computed. `tokens/gpu/sums.py` adds
+p and ds. Rows go to memory from registers, while the scores of the next keys are computed. `gpu/sums.py` adds
 the rows of each key.
 """
 
@@ -125,7 +125,7 @@ def _rows_of_keys(weights, x, slot, i):
 
 @gluon.jit
 def _store_rows(p_rows, rows, i, count, FIRST: gl.constexpr):
-    """Write rows of a tile of keys, from column FIRST on, in an order that `_in_order` of `tokens/gpu/sums.py` undoes.
+    """Write rows of a tile of keys, from column FIRST on, in an order that `_in_order` of `gpu/sums.py` undoes.
 
     A thread has columns 8 j + 2 t and 8 j + 2 t + 1 of a row, for j from 0 to 15. Columns go to memory in the order of
     j // 4, t, j % 4, so that a thread has 16 bytes that follow each other, and four threads have 64. Threads of
