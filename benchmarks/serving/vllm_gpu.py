@@ -35,6 +35,12 @@ PAGE = 128  # tokens: decode rules choose pages of vLLM's cache, so --block-size
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128},
+    "qwen3-30b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+                  "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
+                  "num_experts_per_tok": 8, "vocab_size": 151_936},
+    "small-moe": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
+                  "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 64, "num_experts": 8,
+                  "num_experts_per_tok": 2},
     "small": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
               "num_key_value_heads": 2, "head_dim": 64},
 }  # fmt: skip
@@ -47,40 +53,67 @@ SINKS = {**LLAMA, "architectures": ["SinkLlamaForCausalLM"], "attention_bias": T
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
           "tie_word_embeddings": True, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0,
           "query_pre_attn_scalar": 64, "sliding_window": 512}  # fmt: skip
-FAMILIES = {"llama": LLAMA, "gemma2": GEMMA2, "sinks": SINKS}
+QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "rope_theta": 10_000_000.0,
+         "hidden_act": "silu", "attention_bias": False, "norm_topk_prob": True, "decoder_sparse_step": 1,
+         "mlp_only_layers": [], "tie_word_embeddings": False}  # fmt: skip
+FAMILIES = {"llama": LLAMA, "gemma2": GEMMA2, "sinks": SINKS, "qwen3": QWEN3}
+MIXTURES = ("qwen3-30b", "small-moe")  # shapes of the family "qwen3"
 
 
-def save_model(folder: Path, shape: str, dtype: str, family: str = "llama") -> Path:
-    """Write a configuration; weights are random, made by vLLM."""
+def save_model(folder: Path, shape: str, dtype: str, family: str = "llama", layers: int = 0) -> Path:
+    """Write a configuration; weights are random, made by vLLM. `layers` is another number than the shape's."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 140_000, "torch_dtype": dtype,
-              "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family], **SHAPES[shape]}  # fmt: skip
+    config = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 270_000, "torch_dtype": dtype,
+              "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family_of(shape, family)],
+              **sizes_of(shape, layers)}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def save_policy(path: Path, shape: str, kind: str, family: str = "llama", share: float = 0.1) -> Path:
+def sizes_of(shape: str, layers: int) -> dict[str, Any]:
+    """Return the sizes of a shape, with another number of layers if `layers` is not 0."""
+    return SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+
+
+def family_of(shape: str, family: str) -> str:
+    """Return the family of a shape's model."""
+    return "qwen3" if shape in MIXTURES else family
+
+
+def save_policy(
+    path: Path,
+    shape: str,
+    kind: str,
+    family: str = "llama",
+    share: float | tuple[float, ...] = 0.1,
+    layers: int = 0,
+    *,
+    window: int = 1024,
+    decode: tuple[int, Any] | None = None,
+) -> Path:
     """Write a policy: "sparse" is what is timed, "everything" reads every key through the sparse kernels.
 
-    `share` is the part of the blocks that prompts of the shape "8b" read besides the window and the first 128 tokens.
+    `share` is the part of the blocks that prompts of the large shapes read besides the window and the first 128 tokens,
+    or one part per head, where each head chooses alone. `decode` is another size of the pages, and the rule for them.
     """
     import dynaxx as dx
     from dynaxx.policy import ModelFacts
 
-    sizes = SHAPES[shape]
+    sizes, chosen = sizes_of(shape, layers), dx.TopK(share, per="head" if isinstance(share, tuple) else "group")
     facts = ModelFacts(
-        model_type=FAMILIES[family]["model_type"], layers=sizes["num_hidden_layers"], head_dim=sizes["head_dim"],
-        q_heads=sizes["num_attention_heads"], kv_heads=sizes["num_key_value_heads"],
+        model_type=FAMILIES[family_of(shape, family)]["model_type"], layers=sizes["num_hidden_layers"],
+        head_dim=sizes["head_dim"], q_heads=sizes["num_attention_heads"], kv_heads=sizes["num_key_value_heads"],
     )  # fmt: skip
     if kind == "everything":
-        prefill, decode, borders = dx.SlidingWindow(64) | dx.TopK(1.0), dx.TopK(1.0), {}
-    elif shape == "8b":
-        always, borders = dx.SlidingWindow(1024) | dx.Sink(128), {"dense_below": 2048, "sparse_from": 2048}
-        prefill, decode = always | dx.TopK(share), always | dx.TopK(0.1)
+        prefill, decoding, borders = dx.SlidingWindow(64) | dx.TopK(1.0), dx.TopK(1.0), {}
+    elif shape in ("8b", "qwen3-30b"):
+        always, borders = dx.SlidingWindow(window) | dx.Sink(128), {"dense_below": 2048, "sparse_from": 2048}
+        prefill, decoding = always | chosen, dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
     else:
-        prefill = dx.SlidingWindow(128) | dx.Sink(128) | dx.TopK(0.1)
-        decode, borders = dx.SlidingWindow(128) | dx.Sink(128) | dx.TopK(2), {"dense_below": 600}
-    rules = (dx.Rule.of(prefill), dx.Rule.of(decode, phase="decode", block_size=PAGE))
+        prefill = dx.SlidingWindow(128) | dx.Sink(128) | chosen
+        decoding, borders = dx.SlidingWindow(128) | dx.Sink(128) | dx.TopK(2), {"dense_below": 600}
+    page, decoding = decode or (PAGE, decoding)
+    rules = (dx.Rule.of(prefill), dx.Rule.of(decoding, phase="decode", block_size=page))
     dx.save_policy(dx.Policy(model=facts, block_size=128, rules=rules, **borders), path)
     return path
 
@@ -136,12 +169,14 @@ def first_token(llm: Any, request: dict[str, list[int]]) -> float:
     return time.perf_counter() - begun
 
 
-def decoding(llm: Any, draw: random.Random, sequences: int, tokens: int, steps: int) -> dict[str, Any]:
+def decoding(
+    llm: Any, draw: random.Random, sequences: int, tokens: int, steps: int, chunk: int = 2048
+) -> dict[str, Any]:
     """Decode some sequences together: what a step takes while all of them decode and none is a prompt."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    chunks = sequences * (tokens // 2048 + 2)  # tokens that early sequences decode while late ones are prompts
+    chunks = sequences * (tokens // chunk + 2)  # tokens that early sequences decode while late ones are prompts
     parameters = SamplingParams(max_tokens=chunks + steps, temperature=0, detokenize=False, ignore_eos=True)
     for at in range(sequences):
         engine.add_request(f"decode-{at}", prompt(draw, tokens), parameters)

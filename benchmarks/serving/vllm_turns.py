@@ -12,6 +12,15 @@ smaller choice, so that window, first tokens and choice are 10 % of the blocks t
 Prompts are random, every one another. Results are written after every prompt. The program ends its rounds when the next
 prompt would pass `--seconds` since its start. `--tables FILE` writes the rows for `record.py --from`.
 
+A fourth turn, "tuned", has the shape of what `dynaxx tune` writes: a window of 256 tokens, the first 128, and shares
+that differ between the heads as in `benchmarks/policies/smollm2_cpu.json`; all together 10 % of the blocks.
+
+`--apart` gives each engine the whole card, one after the other: for models that do not fit twice. `--decode 16x32768`
+asks for decoding instead: that many sequences together, by FLASH_ATTN and by decode rules with pages of each size in
+`--pages`, an engine for each; a rule reads the first page, the last 128 tokens and the best pages, `--read` of the
+pages in all. Engines import vLLM together and start one after the other. `--start graphs` leaves out torch.compile and
+captures decoding alone; `--start eager` captures nothing.
+
 `--kernels LENGTHS` also profiles prompts of these lengths after the first round, in turns as well, and writes the time
 of their kernels by group and by name. Every prompt is written with the time at which it began, so that clocks and power
 that another program reads from the card can be laid beside it. `--busy PROCESSES` asks prompts of 1,000 tokens at the
@@ -32,22 +41,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_gpu import PAGE, first_token, prompt, save_model, save_policy
+from vllm_gpu import PAGE, SHAPES, decoding, first_token, prompt, save_model, save_policy, sizes_of
 from vllm_profile import GROUPS, WHOLE, kernels_of, parts_of, summary
-from vllm_serving import bar, span, wait_for
+from vllm_serving import bar, has_gpu, span, wait_for
 
-TURNS = ("own", "dynaxx", "tenth")
+TURNS = ("own", "dynaxx", "tenth", "tuned")
+HEADS = (0.15, 0.15, 0.3, 0.3, 0.3, 0.2, 0.1, 0.15, 0.06)  # shares that tune gave to the heads of a layer
+DECODED = 128  # tokens whose pages a decode rule always reads at the end
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 LONG = 20_000  # tokens from which a tenth of the blocks is more than the window and the first tokens
 SHORT, AGAIN = 4000, 6  # prompts of fewer tokens are sent so often in every round, since their times vary
 CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # engines that start together do not share
-TARGETS = {32768: 1.5, 131072: 2.8, 1000: 0.98}
-SECONDS = 1.5e-4  # per token, of all three turns together, at most: to end in time
+TARGETS = {32768: 1.5, 131072: 3, 262144: 5, 1000: 0.98}
+TITLES = ("dynaxx", "10 % of the blocks in all", "10 % in all, as tune writes rules")
+GAINS = ("speed-up", "its speed-up", "speed-up as tune writes rules")
+WARM = 16_384  # tokens of the first prompt of an engine that has the card alone
+PASSED = ("shape", "max_model_len", "chunk", "cache", "layers", "start", "quantization", "prefix_caching", "apart",
+          "sequences", "context", "steps", "read")  # fmt: skip
+SECONDS = 2.2e-4  # per token, of all three turns together, at most: to end in time
 
 
 def work(which: str, arguments: argparse.Namespace) -> None:
     """Start an engine, then answer lines of (tokens, turn, profiled) on standard input: the time to a first token."""
-    import torch
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's own output goes to the log
 
@@ -55,42 +70,79 @@ def work(which: str, arguments: argparse.Namespace) -> None:
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
 
-    begun, folder, cuda = time.monotonic(), Path(tempfile.mkdtemp()), torch.cuda.is_available()
-    model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32")
+    begun, folder, cuda = time.monotonic(), Path(tempfile.mkdtemp()), has_gpu()
+    model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32", layers=arguments.layers)
     os.environ.pop("DYNAXX_POLICY", None)
-    options: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}} if cuda else {}
+    page, sequences = arguments.page or PAGE, max(16, arguments.sequences)
+    options: dict[str, Any] = {"quantization": arguments.quantization} if arguments.quantization else {}
+    decode = decode_rule(arguments) if arguments.page else None
     if which == "dynaxx":
-        os.environ["DYNAXX_POLICY"] = str(save_policy(folder / "policy.json", arguments.shape, "sparse"))
+        policy = save_policy(folder / "policy.json", arguments.shape, "sparse", layers=arguments.layers, decode=decode)
+        os.environ["DYNAXX_POLICY"] = str(policy)
+        options |= {"block_size": page} if cuda or arguments.page else {}
     if cuda:
+        sizes = [1, 2, 4, 8, 16] if sequences == 16 else [1, sequences]
         options |= {"kv_cache_memory_bytes": arguments.cache, "gpu_memory_utilization": 0.4}
         options |= {"attention_backend": "FLASH_ATTN" if which == "own" else "CUSTOM"}
-        options |= {"block_size": PAGE} if which == "dynaxx" else {}
+        options |= {
+            "compilation_config": {"cudagraph_capture_sizes": sizes, **(GRAPHS if arguments.start == "graphs" else {})}
+        }
     from vllm import LLM
 
+    imported = time.monotonic() - begun
+    if arguments.apart and not sys.stdin.readline():  # until the engine before has ended
+        return
+    begun = time.monotonic() if arguments.apart else begun
     llm = LLM(
-        str(model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, seed=1,
-        disable_log_stats=True, max_model_len=arguments.max_model_len, max_num_batched_tokens=arguments.chunk,
-        max_num_seqs=16, enforce_eager=not cuda, **options,
+        str(model), load_format="dummy", skip_tokenizer_init=True, seed=1, disable_log_stats=True,
+        enable_prefix_caching=arguments.prefix_caching, max_model_len=arguments.max_model_len,
+        max_num_batched_tokens=arguments.chunk,
+        max_num_seqs=sequences, enforce_eager=not cuda or arguments.start == "eager", **options,
     )  # fmt: skip
-    say(time.monotonic() - begun)
+    say([imported, time.monotonic() - begun] if arguments.apart else time.monotonic() - begun)
     from dynaxx import load_policy
     from dynaxx.integrations.vllm.engine import current
 
-    draw, share = random.Random(0), 0.1
+    draw, active = random.Random(0), rule_of("dynaxx", 0, 0)
     for line in sys.stdin:
         tokens, turn, profiled = json.loads(line)
-        wanted, engine = share_of_a_tenth(tokens) if turn == "tenth" else 0.1, current()
-        if engine is not None and wanted != share:
-            share = wanted
-            engine.replace(load_policy(save_policy(folder / "policy.json", arguments.shape, "sparse", share=share)))
+        wanted, engine = rule_of(turn, tokens, SHAPES[arguments.shape]["num_attention_heads"]), current()
+        if turn == "decode":
+            say(decoding(llm, draw, arguments.sequences, tokens, arguments.steps, arguments.chunk))
+            continue
+        if engine is not None and wanted != active:
+            active = wanted
+            policy = save_policy(
+                folder / "policy.json", arguments.shape, "sparse", layers=arguments.layers, decode=decode, **wanted
+            )
+            engine.replace(load_policy(policy))
         request = prompt(draw, tokens)
         say(profile(llm, request, folder / "trace.json") if profiled else first_token(llm, request))
 
 
-def share_of_a_tenth(tokens: int) -> float:
+def rule_of(turn: str, tokens: int, heads: int) -> dict[str, Any]:
+    """Return the window and the shares of a turn's rule for a prompt."""
+    if turn == "tuned":
+        shares = [HEADS[head % len(HEADS)] for head in range(heads)]
+        scale = share_of_a_tenth(tokens, 256) / statistics.mean(shares)
+        return {"window": 256, "share": tuple(round(scale * each, 4) for each in shares)}
+    return {"window": 1024, "share": share_of_a_tenth(tokens) if turn == "tenth" else 0.1}
+
+
+def decode_rule(arguments: argparse.Namespace) -> tuple[int, Any]:
+    """Return the size of the pages and the decode rule that reads `--read` of the pages, as tune writes rules."""
+    import dynaxx as dx
+    from dynaxx.selection import MinMax
+
+    share = round(arguments.read - (arguments.page + DECODED) / arguments.context, 4)
+    pattern = dx.Sink(arguments.page) | dx.SlidingWindow(DECODED)
+    return arguments.page, pattern | dx.TopK(share, MinMax(bound=0.5))
+
+
+def share_of_a_tenth(tokens: int, window: int = 1024) -> float:
     """Return the share to choose so that 10 % of the blocks are read with the window and the first tokens."""
     visible = [row + 1 for row in range(-(-tokens // 128))]
-    always = sum(min(each, 10) for each in visible)  # nine blocks of the window, and the first
+    always = sum(min(each, window // 128 + 2) for each in visible)  # one block more than the window, and the first
     return round(0.1 - (always + len(visible) / 2) / sum(visible), 4)  # a choice is rounded up, by half a block
 
 
@@ -106,16 +158,21 @@ def profile(llm: Any, request: dict[str, list[int]], path: Path) -> dict[str, An
 
 
 class Engines:
-    """The processes of both engines."""
+    """The processes of the engines: own and dynaxx, or one for each size of a page."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, pages: tuple[int, ...] = (0,)) -> None:
         self.running: dict[str, subprocess.Popen[str]] = {}
-        for which in ("own", "dynaxx"):
-            command = [sys.executable, __file__, "--worker", which, "--shape", arguments.shape]
-            command += ["--max-model-len", str(arguments.max_model_len), "--chunk", str(arguments.chunk)]
-            command += ["--cache", str(arguments.cache)]
-            apart = {name: f"{os.environ[name]}-{which}" for name in CACHES if name in os.environ}
-            with Path(f"{arguments.out}.{which}.log").open("wb") as log:
+        for which, page in (("own", 0), *(("dynaxx", page) for page in pages)):
+            command = [sys.executable, __file__, "--worker", which, "--page", str(page)]
+            for name in PASSED:
+                value = getattr(arguments, name)
+                flag = f"--{name.replace('_', '-')}"
+                command += [flag] if value is True else [f"{flag}={value}"] if value not in (False, "") else []
+            which += f" {page}" if page else ""
+            apart = {
+                name: f"{os.environ[name]}-{which}" for name in CACHES if name in os.environ and not arguments.apart
+            }
+            with Path(f"{arguments.out}.{which.replace(' ', '_')}.log").open("wb") as log:
                 self.running[which] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                     env={**os.environ, **apart},
@@ -127,23 +184,28 @@ class Engines:
 
     def ask(self, turn: str, tokens: int, *, profiled: bool = False) -> Any:
         """Return the seconds to the first token of a prompt, or its profile."""
-        which = "own" if turn == "own" else "dynaxx"
+        return self.say("own" if turn == "own" else "dynaxx", [tokens, turn, profiled])
+
+    def say(self, which: str, question: Any) -> Any:
+        """Return an engine's answer to a line."""
         stdin = self.running[which].stdin
         assert stdin is not None, "opened as a pipe"
-        stdin.write(json.dumps([tokens, turn, profiled]) + "\n")
+        stdin.write(json.dumps(question) + "\n")
         stdin.flush()
         return self._answer(which)
 
-    def end(self) -> None:
-        """End both."""
-        for engine in self.running.values():
+    def end(self, *some: str) -> None:
+        """End some, or all."""
+        ending = [self.running.pop(which) for which in some or tuple(self.running)]
+        for engine in ending:
             if engine.stdin is not None:
                 engine.stdin.close()
-        for engine in self.running.values():
+        for engine in ending:
             try:
                 engine.wait(8)
             except subprocess.TimeoutExpired:
                 engine.kill()
+                engine.wait()
 
     def _answer(self, which: str) -> Any:
         stdout = self.running[which].stdout
@@ -152,6 +214,18 @@ class Engines:
         if not line:
             raise SystemExit(f"the engine {which} has ended; see its log beside the results")
         return json.loads(line)
+
+
+def fit(arguments: argparse.Namespace) -> None:
+    """Set the longest sequence and the cache to what the prompts need, where they are not given."""
+    longest = max(int(each) for each in arguments.lengths.split(","))
+    if arguments.sequences:  # early ones decode while late ones are prompts
+        chunks = arguments.sequences * (arguments.context // arguments.chunk + 2)
+        longest = arguments.context + chunks + arguments.steps
+    arguments.max_model_len = arguments.max_model_len or -(-longest // 128) * 128 + 256
+    sizes = sizes_of(arguments.shape, arguments.layers)
+    token = 4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
+    arguments.cache = arguments.cache or max(1, arguments.sequences) * (arguments.max_model_len + 256) * token
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -177,7 +251,8 @@ def measure(arguments: argparse.Namespace) -> None:
         print(*(found[kind][-1] if kind != "kernels" else (turn, tokens, "profiled")), flush=True)
         Path(arguments.out).write_text(json.dumps(found))
 
-    turns_of = lambda tokens: TURNS if tokens >= LONG else TURNS[:2]
+    asked = arguments.turns.split(",")
+    turns_of = lambda tokens: tuple(turn for turn in asked if tokens >= LONG or turn in TURNS[:2])
     for tokens in lengths:
         for turn in turns_of(tokens):
             if turn != "own" or tokens < 50_000:  # its kernels are the same at any length
@@ -205,24 +280,109 @@ def measure(arguments: argparse.Namespace) -> None:
     engines.end()
 
 
-def tables(found: dict[str, Any]) -> dict[str, Any]:
-    """Return rows and bars of medians."""
+def measure_apart(arguments: argparse.Namespace) -> None:
+    """Ask one engine after the other, each on the whole card."""
+    until = time.monotonic() + arguments.seconds
+    lengths = [int(each) for each in arguments.lengths.split(",")]
+    pages = tuple(int(each) for each in arguments.pages.split(",")) if arguments.sequences else (0,)
+    engines = Engines(arguments, pages)
+    found: dict[str, Any] = {
+        "starts": {},
+        "imports": {},
+        "runs": [],
+        "began": [],
+        "kernels": [],
+        "busy": [],
+        "decode": {},
+    }
+
+    def note() -> None:
+        Path(arguments.out).write_text(json.dumps(found))
+
+    for which in tuple(engines.running):
+        if time.monotonic() > until - 30:
+            break
+        found["imports"][which], found["starts"][which] = engines.say(which, "start")
+        print(
+            which,
+            "started in",
+            f"{found['starts'][which]:.1f} s;",
+            f"{until - time.monotonic():.0f} s left",
+            flush=True,
+        )
+        if arguments.sequences:
+            found["decode"][which] = engines.say(which, [arguments.context, "decode", False])
+            print(which, found["decode"][which], flush=True)
+        else:
+            turns = [turn for turn in arguments.turns.split(",") if (turn == "own") == (which == "own")]
+            for turn in turns:
+                engines.say(which, [min(WARM, *lengths), turn, False])
+            for tokens, turn in [(tokens, turn) for tokens in lengths for turn in turns]:
+                if time.monotonic() + SECONDS * tokens > until:
+                    continue
+                found["began"].append(time.time())
+                found["runs"].append([turn, tokens, engines.say(which, [tokens, turn, False])])
+                print(*found["runs"][-1], flush=True)
+                note()
+        note()
+        engines.end(which)
+    engines.end()
+
+
+def decode_rows(
+    found: dict[str, Any], arguments: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows and bars of sequences that decode together."""
     rows, bars = [], []
+    own = found["decode"]["own"]
+    label = f"{own['sequences']} sequences of {own['context']:,} tokens"
+    for which, ours in found["decode"].items():
+        if which != "own":
+            gain = ours["tokens_per_second"] / own["tokens_per_second"]
+            rows.append({
+                "decoding": label, "pages of": which.split()[1], "read": f"{arguments.read:.1%}",
+                "FLASH_ATTN": f"{own['tokens_per_second']:,.0f} tokens/s",
+                "dynaxx": f"{ours['tokens_per_second']:,.0f} tokens/s", "speed-up": f"{gain:.2f}x",
+                **losses(arguments, which.split()[1]),
+            })  # fmt: skip
+            bars.append(bar(f"generated tokens per second, {label}, pages of {which.split()[1]}", 3, gain))
+    return rows, bars
+
+
+def losses(arguments: argparse.Namespace, page: str) -> dict[str, str]:
+    """Return what the rule of a row loses on real weights, from the file of `benchmarks/quality/decoding.py`."""
+    if not arguments.quality:
+        return {}
+    quality = json.loads(arguments.quality.read_text())
+    text, tasks, long = (quality[f"{part} {page} {arguments.read}"] for part in ("text", "tasks", "long"))
+    dense = quality["long dense"]
+    return {
+        "perplexity of the dense model's text": f"{text['rise']:+.1%} ± {text['error']:.1%}",
+        "equal greedy tokens": f"{text['agreement']:.1%}",
+        "nats per token of tasks' answers": f"{tasks['lost']:+.3f} ± {tasks['error']:.3f}",
+        "dense loss of its own long text, first and last quarter": f"{long['first']:.2f}, {long['last']:.2f}"
+        f" (dense {dense['first']:.2f}, {dense['last']:.2f})",
+        "8-grams repeated": f"{long['repeated']:.1%} (dense {dense['repeated']:.1%})",
+    }
+
+
+def tables(found: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return rows and bars of medians."""
+    if found.get("decode"):
+        return dict(zip(("rows", "bars"), decode_rows(found, arguments), strict=True))
+    rows, bars, asked = [], [], {turn for turn, _, _ in found["runs"]}
     for tokens in sorted({tokens for _, tokens, _ in found["runs"]}, reverse=True):
         times = {turn: [s for other, n, s in found["runs"] if (other, n) == (turn, tokens)] for turn in TURNS}
-        own, ours, tenth = (statistics.median(times[turn] or [0.0]) for turn in TURNS)
-        rows.append({
-            "tokens": f"{tokens:,}", "prompts each": len(times["own"]), "FLASH_ATTN": spread(times["own"]),
-            "dynaxx": spread(times["dynaxx"]),
-            "speed-up": f"{own / ours:.2f}x", "10 % of the blocks in all": span(tenth) if tenth else "",
-            "its speed-up": f"{own / tenth:.2f}x" if tenth else "",
-        })  # fmt: skip
-        if tokens in TARGETS:
-            bars.append(bar(f"first token of {tokens:,} tokens", TARGETS[tokens], own / ours))
-            if tenth:
-                bars.append(
-                    bar(f"first token of {tokens:,} tokens, 10 % of the blocks in all", TARGETS[tokens], own / tenth)
-                )
+        own, *ours = (statistics.median(times[turn] or [0.0]) for turn in TURNS)
+        row = {"tokens": f"{tokens:,}", "prompts each": len(times["own"]), "FLASH_ATTN": spread(times["own"])}
+        for turn, seconds, title, gain in zip(TURNS[1:], ours, TITLES, GAINS, strict=True):
+            if turn not in asked:
+                continue
+            row |= {title: span(seconds) if seconds else "", gain: f"{own / seconds:.2f}x" if seconds else ""}
+            if tokens in TARGETS and seconds:
+                what = "" if title == "dynaxx" else f", {title}"
+                bars.append(bar(f"first token of {tokens:,} tokens{what}", TARGETS[tokens], own / seconds))
+        rows.append(row)
     return {"rows": rows, "bars": bars, "kernels": kernel_rows(found["kernels"]), "busy": busy_rows(found)}
 
 
@@ -266,20 +426,40 @@ def main() -> None:
     parser.add_argument("--kernels", default="", help="lengths of prompts to profile after the first round, on a GPU")
     parser.add_argument("--wait-for", default="", help="a file; prompts begin when it is there")
     parser.add_argument("--busy", type=int, default=0, help="processes that compute on the host at the end")
-    parser.add_argument("--shape", default="8b", choices=("8b", "small"))
-    parser.add_argument("--max-model-len", type=int, default=131_328)
+    parser.add_argument("--turns", default="own,dynaxx,tenth", help=f"some of {', '.join(TURNS)}")
+    parser.add_argument("--apart", action="store_true", help="one engine after the other")
+    parser.add_argument("--decode", default="", metavar="SEQUENCESxTOKENS", help="measure decoding; implies --apart")
+    parser.add_argument("--pages", default="16,64,128", help="sizes of pages for --decode")
+    parser.add_argument("--read", type=float, default=0.125, help="share of the pages that decode rules read in all")
+    parser.add_argument("--quality", type=Path, metavar="FILE", help="of quality/decoding.py, for --tables of --decode")
+    parser.add_argument("--steps", type=int, default=60, help="decoded tokens that are timed")
+    parser.add_argument("--start", default="compile", choices=("compile", "graphs", "eager"))
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than the shape's")
+    parser.add_argument("--quantization", default="", help="of weights, such as fp8")
+    parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument("--shape", default="8b", choices=tuple(SHAPES))
+    parser.add_argument("--max-model-len", type=int, default=0, help="by default what the prompts need")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--cache", type=int, default=18_000_000_000, help="bytes of the cache of each engine")
+    parser.add_argument(
+        "--cache", type=int, default=0, help="bytes of the cache of each engine; by default what is needed"
+    )
     parser.add_argument("--out", default="turns.json", help="a JSON file; logs go beside it")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="results to read; starts nothing")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    for hidden in ("--worker", "--sequences", "--context", "--page"):
+        parser.add_argument(hidden, type=str if hidden == "--worker" else int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.tables:
-        Path(arguments.out).write_text(json.dumps(tables(json.loads(arguments.tables.read_text())), indent=1))
-    elif arguments.worker:
+        found = tables(json.loads(arguments.tables.read_text()), arguments)
+        Path(arguments.out).write_text(json.dumps(found, indent=1))
+        return
+    if arguments.worker:
         work(arguments.worker, arguments)
-    else:
-        measure(arguments)
+        return
+    if arguments.decode:
+        arguments.apart = True
+        arguments.sequences, arguments.context = map(int, arguments.decode.split("x"))
+    fit(arguments)
+    (measure_apart if arguments.apart else measure)(arguments)
 
 
 if __name__ == "__main__":
