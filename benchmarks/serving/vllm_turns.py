@@ -202,7 +202,7 @@ class Engines:
                 engine.stdin.close()
         for engine in ending:
             try:
-                engine.wait(8)
+                engine.wait(2)
             except subprocess.TimeoutExpired:
                 engine.kill()
                 engine.wait()
