@@ -16,7 +16,6 @@ from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune import costing
 from dynaxx.lab.tune import costs as costs_module
 from dynaxx.lab.tune import search as search_module
-from dynaxx.lab.tune import text_costs as text_costs_module
 from dynaxx.lab.tune.costs import Costs, rule_of
 from dynaxx.lab.tune.density import search_texts as texts_module
 from dynaxx.lab.tune.density import trials as trials_module
@@ -63,7 +62,7 @@ def test_every_kind_of_text_decides(tuned, tmp_path, monkeypatch):
     assert "by kind of text: sample +" in said or "by kind of text: sample -" in said
     assert "worst kind that tuning did not see: " in said
     monkeypatch.setattr(trials_module, "token_losses", lambda *_: pytest.fail("computed twice"))
-    monkeypatch.setattr(text_costs_module, "measure_head_costs", lambda *_, **__: pytest.fail("measured twice"))
+    monkeypatch.setattr(costing, "measure_head_costs", lambda *_, **__: pytest.fail("measured twice"))
     again = tuned(kinds=("code", "tables"), held_out=True, tolerance=0.05)
     assert again.chosen == found.chosen
     assert again.held_out == found.held_out

@@ -5,7 +5,6 @@ The files:
 
     pipeline/, run, options          `dynaxx tune` as one command, and the search of a policy
     sensitivity, costs, page_costs   the loss of each head at each budget
-    text_costs                       the costs of heads, stored layer by layer
     search, finding, costing, density/  the run, what heads cost in it, and which density passes
     outcome                          what the search found out
     crossover, decode, decode_speed  from which length it is faster

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,19 @@ from dynaxx.lab.tune.density.search_texts import SearchTexts, search_texts
 from dynaxx.lab.tune.density.trials import ERRORS, Trials, rise_of
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import KindTrial
-from dynaxx.lab.tune.text_costs import TextCosts
+from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.layout import as_block_size
-from dynaxx.selection import Scorer
+from dynaxx.selection import Hybrid, Scorer
 
 SCORER_DENSITY = 0.25  # density at which the best scorer is determined
 COSTS_SHARE = 0.25  # largest expected share of the time left for costs of more than one scorer
 COSTS_MOST = 0.25  # largest expected share of the whole budget for the costs of one scorer on texts that can be shorter
 COSTS_BLOCKS = 16  # blocks of these texts, at least, since the latest 128 tokens of each query are always visible
+
+LAYERS = "costs of layers"  # kinds of work, see `TimeBudget`
+GRADIENT = "gradient"
+LAYER_SHARE = 2.0  # seconds of one scorer's costs in all layers, over those of a forward pass, before one was measured
+PASSES = 3.0  # seconds of the forward and backward pass, over those of a forward pass
 
 
 class Costing:
@@ -64,8 +69,9 @@ class Costing:
             self.hold = HeldTasks(model, tokenizer, text, *given)
         limits = (options.tokens, self.block_size, options.tolerance)
         self.trials = Trials(model, self.texts, self.steps, *limits, self.hold, self.time)
-        layers = full_attention_layers(model)
-        self.costs = TextCosts(model, layers, self.steps, self.time, self.progress, self.block_size, options.seed)
+        self.layers = tuple(full_attention_layers(model))  # layers that see their whole context
+        if not self.layers:
+            raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")
         self.scorer = self.scorers[0]
         self.cut = False  # whether anything was left out for lack of time
 
@@ -76,7 +82,7 @@ class Costing:
             lengths.append(lengths[-1] // 2)
         expected = {}
         for self.cost_tokens in lengths:
-            missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
+            missing = self._missing(self._name(0), self.scorers[0])
             if not missing:
                 return
             expected[self.cost_tokens] = self._costs_seconds(1, len(missing))
@@ -97,7 +103,7 @@ class Costing:
         task.advance(0, "the loss of each head")
         scorers, stretches = list(self.scorers), self.texts.costs
         tried = [each for each in scorers if self.steps.names(stored_trials("tuned", each))]
-        missing = [each for each in scorers if self.costs.missing(self._name(0), each, self.budgets)]
+        missing = [each for each in scorers if self._missing(self._name(0), each)]
         if self.time.seconds is not None and tried:  # go on with the scorer of an earlier run
             scorers = tried[-1:]
         elif len(scorers) > 1 and missing and self._costs_seconds(len(missing)) > COSTS_SHARE * self.time.left:
@@ -115,22 +121,94 @@ class Costing:
         return {kind: Costs.mean(each) for kind, each in by_kind.items()}
 
     def _costs_seconds(self, scorers: int, layers: int | None = None) -> float:
-        """Return the expected seconds of measuring some layers, all by default, on one of the texts."""
-        seconds = self.time.expects(PASS, self.cost_tokens)
-        return self.costs.seconds(self.cost_tokens, seconds, scorers, layers or len(self.costs.layers))
+        """Return the expected seconds of measuring some layers, all by default, on one of the texts.
+
+        A layer takes some of a forward pass before one was measured.
+        """
+        tokens, layers = self.cost_tokens, layers or len(self.layers)
+        one_pass = self.time.expects(PASS, tokens)
+        each = self.time.expects(LAYERS, tokens) or LAYER_SHARE * one_pass / len(self.layers)
+        return (self.time.expects(GRADIENT, tokens) or PASSES * one_pass) + scorers * layers * each
+
+    def _missing(self, name: str, scorer: Scorer) -> list[int]:
+        """Return the layers whose costs on a text are not stored."""
+        return [layer for layer in self.layers if self._key(name, scorer, layer) not in self.steps]
+
+    def _key(self, name: str, scorer: Scorer, layer: int) -> str:
+        return f"costs{name} of {len(self.budgets)} budgets by {scorer!r} in layer {layer}"
 
     def _measure(self, index: int, scorers: Sequence[Scorer]) -> bool:
         """Measure the costs on one text as far as time allows; return whether those of any layer are known."""
         name, ids = self._name(index), self.texts.costs[index].ids[:, : self.cost_tokens + 1]
-        missing = [each for each in scorers if self.costs.missing(name, each, self.budgets)]
+        missing = [each for each in scorers if self._missing(name, each)]
         if missing and self._has_time(self._costs_seconds(len(missing), 1)):
             rule = partial(self.trials.rule, tokens=self.cost_tokens)
-            self.cut |= not self.costs.measure(name, ids, missing, self.budgets, rule)
-        return self.costs.of(name, scorers, self.budgets) is not None
+            self.cut |= not self._measure_on(name, ids, missing, rule)
+        return self._losses(name, scorers) is not None
+
+    def _measure_on(
+        self,
+        name: str,
+        ids: Tensor,
+        scorers: Sequence[Scorer],
+        rule: Callable[[float, Scorer], Hybrid],
+        last: int | None = None,
+    ) -> bool:
+        """Measure and store the costs in the layers that miss them, while time allows; return whether all are known.
+
+        Args:
+            name: the text.
+            ids: (1, N) its tokens.
+            scorers: scorers to measure together.
+            rule: the rule of a budget and a scorer.
+            last: see `measure_head_costs`.
+        """
+        layers = sorted({layer for scorer in scorers for layer in self._missing(name, scorer)})
+        tokens, found = ids.shape[1] - 1, list[HeadCosts]()
+        with self.progress.task(f"Measuring the loss of each head{name}", total=len(layers)) as task:
+
+            def done(costs: HeadCosts) -> None:
+                found.append(costs)
+                for scorer, loss in zip(scorers, costs.loss.chunk(len(scorers)), strict=True):
+                    self.steps.store(self._key(name, scorer, costs.layer), loss.tolist())
+                task.advance(1, f"layer {costs.layer}")
+
+            began = self.time.spent
+            with self.time.clock.work(GRADIENT, tokens):
+                measure_head_costs(
+                    self.model,
+                    ids,
+                    [rule(budget, scorer) for scorer in scorers for budget in self.budgets],
+                    block_size=self.block_size,
+                    seed=self.options.seed,
+                    last=last,
+                    layers=layers,
+                    done=done,
+                    layer_work=lambda: self.time.work(LAYERS, tokens),
+                    go_on=lambda: self.time.allows(self.time.expects(LAYERS, tokens)),
+                )
+            passes = self.time.spent - began - len(found) * self.time.expects(LAYERS, tokens)
+            self.time.learn(GRADIENT, tokens, max(0.0, passes))
+        return len(found) == len(layers)
+
+    def _losses(self, name: str, scorers: Sequence[Scorer]) -> dict[Scorer, Tensor] | None:
+        """Return the stored losses (budgets, layers * heads) of each scorer; missing layers get the mean of the others.
+
+        None if no layer of a scorer is stored.
+        """
+        found: dict[Scorer, Tensor] = {}
+        for scorer in scorers:
+            stored = [self.steps.get(self._key(name, scorer, layer)) for layer in self.layers]
+            if not any(stored):
+                return None
+            rows = [torch.tensor(each, dtype=torch.float64, device="cpu") if each else None for each in stored]
+            mean = torch.stack([row for row in rows if row is not None]).mean(0)
+            found[scorer] = torch.cat([mean if row is None else row for row in rows], dim=1)
+        return found
 
     def _costs(self, name: str, scorers: Sequence[Scorer]) -> Costs | None:
         """Return the stored losses on a text, with the densities of the budgets on texts of the trials' length."""
-        losses = self.costs.of(name, scorers, self.budgets)
+        losses = self._losses(name, scorers)
         if losses is None:
             return None
         densities = {}
@@ -139,7 +217,7 @@ class Costing:
             shares = [density_of(rule, self.options.tokens, self.block_size) for rule in rules]
             column = torch.tensor(shares, dtype=torch.float64, device="cpu")[:, None]
             densities[scorer] = column.expand_as(losses[scorer])
-        return Costs(self.costs.layers, densities, losses, self.budgets)
+        return Costs(self.layers, densities, losses, self.budgets)
 
     def _task_costs(self) -> Costs | None:
         """Return the mean costs on prompts of the tasks that must hold, by the predictions of the answers.
@@ -151,12 +229,12 @@ class Costing:
         found = list[Costs]()
         for number, task in itertools.product(range(COST_SAMPLES), self.hold.tasks):
             name = f" on {task} {number}"
-            if self.costs.missing(name, self.scorer, self.budgets):
+            if self._missing(name, self.scorer):
                 if not self._has_time(self._costs_seconds(1)):
                     break
                 sample = self.hold.for_costs(task, number)
                 ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
-                self.costs.measure(name, ids, [self.scorer], self.budgets, self.trials.rule, last=len(sample.answer))
+                self._measure_on(name, ids, [self.scorer], self.trials.rule, last=len(sample.answer))
             costs = self._costs(name, [self.scorer])
             found += [costs] if costs is not None else []
         return Costs.mean(found) if found else None

@@ -65,7 +65,7 @@ class Finding(Costing):
 
         If not even a trial fits, what the next run needs may take all the time.
         """
-        missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
+        missing = self._missing(self._name(0), self.scorers[0])
         costs = self._costs_seconds(1, 1) if missing else 0.0
         first = lambda: len(self.texts.kinds) * self.trials.pass_seconds
         fits = lambda: self.time.allows(self.trials.seconds() + costs)
@@ -99,7 +99,8 @@ class Finding(Costing):
         """
         prefix = stored_trials(name, self.scorer)
         layers = sum(
-            self.costs.measured(self._name(i), self.scorer, self.budgets) for i in range(len(self.texts.costs))
+            len(self.layers) - len(self._missing(self._name(index), self.scorer))
+            for index in range(len(self.texts.costs))
         )
         for record in map(self.steps.get, self.steps.names(prefix)):
             candidate = guide.candidates.of(record["budgets"])
@@ -142,7 +143,7 @@ class Finding(Costing):
         self, candidate: Candidate, kinds: Sequence[str] | None, guide: Guide | None = None, stored: bool = False
     ) -> Trial | None:
         """Evaluate a candidate; the densest one of the tuned budgets fails only clearly, since that ends the search."""
-        given = (candidate.aim, candidate.budgets, self.costs.layers, self.scorer)
+        given = (candidate.aim, candidate.budgets, self.layers, self.scorer)
         densest = guide is not None and guide is self.tuned and guide.is_densest(candidate.aim)
         late = guide is not None and guide.best is not None
         return self.trials.evaluate(*given, kinds=kinds, stored=stored, densest=densest, late=late)

@@ -168,7 +168,7 @@ class Search(Finding):
         yield from time_lengths(self.model, policy, lengths[count:], time=self.time)
 
     def _policy(self, tried: Tried) -> Policy:
-        return self.trials.policy(self.costs.layers, tried.candidate.budgets, self.scorer)
+        return self.trials.policy(self.layers, tried.candidate.budgets, self.scorer)
 
     def _result(self, task: Task | None, ended: Ended | None = None) -> TuneResult:
         """Return what was found so far. With a task, time its policy first; without, take a policy that was timed."""
@@ -204,7 +204,7 @@ class Search(Finding):
     def _described(self, found: Timed, outcome: Outcome) -> TuneResult:
         """Return the result with its policy and the evidence."""
         chosen, timings = found.tried, found.timings
-        dense = [[1.0] * self.model.config.get_text_config().num_attention_heads for _ in self.costs.layers]
+        dense = [[1.0] * self.model.config.get_text_config().num_attention_heads for _ in self.layers]
         budgets = chosen.candidate.budgets if chosen else dense
         best = self.uniform.best if self.uniform else None
         options, parameter = self.options, next(self.model.parameters())
@@ -220,10 +220,10 @@ class Search(Finding):
             best_uniform_density=best.trial.density if best else None,
             crossover=timings,
             budgets=tuple(tuple(row) for row in budgets),
-            layers=self.costs.layers,
+            layers=self.layers,
             seconds=self.steps.seconds + self.time.spent,
             command=options.command,
-            policy=found.policy or self.trials.policy(self.costs.layers, dense, self.scorer),
+            policy=found.policy or self.trials.policy(self.layers, dense, self.scorer),
             held_out=self.held_out,
             ended=outcome.ended,
             verdict=outcome.verdict,
