@@ -56,5 +56,5 @@ def test_prompts_begin_with_it():
 
 def test_stretches_to_validate_on_begin_with_it():
     run = Comparison(None, None, None, [START])
-    assert run.stretch([10, 11, 12, 13, 14], 1, 3).tolist() == [[START, 12, 13]]
-    assert Comparison(None, None, None).stretch([10, 11, 12], 1, 2).tolist() == [[11, 12]]
+    assert [each.tolist() for each in run.stretches([*range(10, 17)], 3, 3)] == [[[START, 11, 12]], [[START, 15, 16]]]
+    assert [each.tolist() for each in Comparison(None, None, None).stretches([10, 11, 12], 2, 2)] == [[[10, 11]]]

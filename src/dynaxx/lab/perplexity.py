@@ -17,19 +17,20 @@ from dynaxx.lab.time_budget import PASS, TimeBudget
 
 
 @contextmanager
-def routed(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+def routed(model: Any, name: str, attend: Callable[..., Any], masks: Any = None) -> Iterator[None]:
     """Let `attend` compute attention within the block, and restore the model's attention afterwards.
 
     Args:
         model: a transformers model.
-        name: the name under which the function is registered in `AttentionInterface`, and in `AttentionMaskInterface`
-            with SDPA's masks. Without the latter, masks would arrive as None.
+        name: the name under which the function is registered in `AttentionInterface`, and its masks in
+            `AttentionMaskInterface`. Without the latter, masks would arrive as None.
         attend: a function (module, query, key, value, attention_mask, **kwargs) -> (out, None).
+        masks: the function that makes its masks; SDPA's by default.
     """
     modeling = importlib.import_module("transformers.modeling_utils")
     masking = importlib.import_module("transformers.masking_utils")
     modeling.AttentionInterface.register(name, attend)
-    masking.AttentionMaskInterface.register(name, masking.sdpa_mask)
+    masking.AttentionMaskInterface.register(name, masks or masking.sdpa_mask)
     own = model.config._attn_implementation
     try:
         model.set_attn_implementation(name)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -24,7 +24,7 @@ from dynaxx.lab.files import MAX_BYTES, explain_full_disk, write_text
 from dynaxx.storage import parse_json, read_regular_file
 
 logger = logging.getLogger("dynaxx")
-
+T = TypeVar("T")
 
 FORMAT = 2  # of a file of steps; 1 was one JSON object, with keys that depended on the version of transformers
 NOT_THE_MODEL = ("transformers_version",)  # fields of a configuration; so are those with a leading underscore
@@ -135,9 +135,9 @@ class Steps:
             self.store(name, compute())
         return self._results[name]
 
-    def remember_as(self, kind: Any, name: str, compute: Callable[[], Any]) -> Any:
+    def remember_as(self, kind: type[T], name: str, compute: Callable[[], T]) -> T:
         """Return the result of a step as an object of a type, from the file, or compute and store it."""
-        form: TypeAdapter[Any] = TypeAdapter(kind)
+        form = TypeAdapter(kind)
         return form.validate_python(self.remember(name, lambda: form.dump_python(compute(), mode="json")))
 
     def store(self, name: str, result: Any) -> None:

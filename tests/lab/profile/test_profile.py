@@ -75,12 +75,15 @@ def test_attention_that_cannot_be_told_apart_is_refused(loaded):
         profile_clock.find_parts(model)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 20])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(8, 8), (1, 8), (3, 8), (1, 1)])
-def test_visible_pairs_are_counted(window, seqlen_q, seqlen_k):
-    q, k = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
-    mask = (k <= q) & (k > q - (window or seqlen_k))
-    assert profile_clock.visible_pairs(seqlen_q, seqlen_k, window) == int(mask.sum())
+@pytest.mark.parametrize(("cached", "new"), [(0, 8), (7, 1), (5, 3), (0, 1)])
+def test_visible_pairs_are_counted(loaded, cached, new):
+    model, ids = loaded[0], torch.arange(2, 2 + cached + new)[None]
+    cache = model(ids[:, :cached], use_cache=True).past_key_values if cached else None
+    with profile_clock.instrumented(model) as clock, torch.no_grad():
+        model(ids[:, cached:], past_key_values=cache)
+    pairs, config = int(torch.ones(cached + new, cached + new).tril()[cached:].sum()), model.config
+    each = 4 * pairs * config.num_attention_heads * config.head_dim
+    assert clock.attention_flops == each * config.num_hidden_layers
 
 
 def result(*shares, threshold=0.2, price=None):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynaxx.lab.perplexity import routed
+
 ATTENTION_NAME = "dynaxx_profile"  # name in transformers' AttentionInterface while the clock runs
 
 
@@ -110,7 +112,6 @@ def _timed_core(model: Any, clock: PartClock) -> Iterator[None]:
     Raises:
         ValueError: the model does not use transformers' attention interface, so the function cannot be wrapped.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -128,25 +129,13 @@ def _timed_core(model: Any, clock: PartClock) -> Iterator[None]:
     def timed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         window = kwargs.get("sliding_window")  # a layer with a window, which policies do not change
         if window is None:
-            pairs = visible_pairs(query.shape[2], key.shape[2], None)
+            rows, last = query.shape[2], key.shape[2]  # the queries are at the end of the keys
+            pairs = rows * last - rows * (rows - 1) // 2
             clock.attention_flops += 2 * pairs * query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3])
         clock.attention_calls += 1
         part = "attention" if window is None else "windowed"
         with clock.span(part, f"attention.{getattr(module, 'layer_idx', '')}"):
             return attend(module, query, key, value, *args, **kwargs)
 
-    AttentionInterface.register(ATTENTION_NAME, timed)
-    AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS[used])
-    model.set_attn_implementation(ATTENTION_NAME)
-    try:
+    with routed(model, ATTENTION_NAME, timed, ALL_MASK_ATTENTION_FUNCTIONS[used]):
         yield
-    finally:
-        model.set_attn_implementation(used)
-
-
-def visible_pairs(seqlen_q: int, seqlen_k: int, window: int | None) -> int:
-    """Return the number of visible pairs of a causal layer, with queries at the end of the keys."""
-    sees = min(window or seqlen_k, seqlen_k)
-    first = seqlen_k - seqlen_q + 1  # keys that the first query sees
-    growing = max(0, min(sees, seqlen_k) - first)  # queries that see fewer than `sees`
-    return growing * first + growing * (growing - 1) // 2 + (seqlen_q - growing) * sees

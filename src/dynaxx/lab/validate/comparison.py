@@ -17,7 +17,7 @@ from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.kinds import digest_of, label, text_of
 from dynaxx.lab.perplexity import ROWS, check_finite, logits_of, perplexity, token_losses
 from dynaxx.lab.prefill_speed import time_prefill
-from dynaxx.lab.resume import Steps
+from dynaxx.lab.resume import Steps, T
 from dynaxx.lab.tasks.run import SuitePlan, run_suite
 from dynaxx.lab.tasks.score import answer_task
 from dynaxx.lab.texts import with_start
@@ -93,7 +93,7 @@ class Comparison:
         self.skipped += [] if fits else [what]
         return fits
 
-    def _remember(self, kind: Any, what: str, tokens: int, run: Callable[[], Any]) -> Any:
+    def _remember(self, kind: type[T], what: str, tokens: int, run: Callable[[], T]) -> T:
         """Return the stored result of a step on texts of this length, or compute and store it."""
         return self.steps.remember_as(kind, _named(what, tokens), run)
 
@@ -105,9 +105,12 @@ class Comparison:
         with apply(self.model, self.policy) as handle:
             yield handle
 
-    def stretch(self, ids: list[int], first: int, tokens: int) -> Tensor:
-        """Return a stretch of a text (1, tokens) that begins as the tokenizer begins a text."""
-        return with_start(torch.tensor([ids[first : first + tokens]], dtype=torch.int64, device="cpu"), self.start)
+    def stretches(self, ids: list[int], tokens: int, most: int) -> list[Tensor]:
+        """Return stretches of a text (1, tokens), from end to end, that begin as the tokenizer begins a text."""
+        count = max(1, min(most, len(ids) // tokens))
+        stride = (len(ids) - tokens) // max(1, count - 1)
+        parts = [ids[index * stride :][:tokens] for index in range(count)]
+        return [with_start(torch.tensor([part], dtype=torch.int64, device="cpu"), self.start) for part in parts]
 
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
@@ -119,15 +122,14 @@ class Comparison:
 
     def text(self, ids: list[int], window: int, share: float) -> TextFigures:
         """Compare logits and loss on stretches of text, dense and sparse."""
-        count = max(1, min(WINDOWS, len(ids) // window))
-        stride = (len(ids) - window) // max(1, count - 1) if count > 1 else 0
         found, calls = list[_Stretch](), dict[str, Any]()
-        for index in range(count):
+        count = len(stretches := self.stretches(ids, window, WINDOWS))
+        for index, some in enumerate(stretches):
             name = f"held-out text {index + 1} of {count}"
             rest = f"stretches {index + 1} to {count} of held-out text"
             if index and not self.has_time(rest, 2, window, name):
                 break
-            run = partial(self._stretch, self.stretch(ids, index * stride, window), name, share / count / 2)
+            run = partial(self._stretch, some, name, share / count / 2)
             found.append(self._remember(_Stretch, name, window, run))
             calls = _added(calls, found[-1].calls)
         if not calls["sparse_calls"] and has_sparse_rule(self.policy):
@@ -151,9 +153,9 @@ class Comparison:
             loss_sparse=float(losses_sparse.mean()),
             tokens=losses_dense.numel(),
         )
-        first, stretches = losses_dense[0].tolist(), losses_dense.mean(1).tolist()
+        first, means = losses_dense[0].tolist(), losses_dense.mean(1).tolist()
         density = statistics.mean(each.density for each in found)
-        return TextFigures(logits, perplexities, density, calls, first, stretches)
+        return TextFigures(logits, perplexities, density, calls, first, means)
 
     def _stretch(self, ids: Tensor, name: str, share: float) -> _Stretch:
         from dynaxx.integrations.transformers.apply_policy import full_attention_layers
@@ -176,7 +178,7 @@ class Comparison:
             if not self.has_time(label(kind), 2, ids.shape[1]):
                 continue
             self.task.advance(0, f"{label(kind)}: dense and sparse")
-            row: KindRow = self._remember(KindRow, label(kind), ids.shape[1], partial(self._kind, kind, ids))
+            row = self._remember(KindRow, label(kind), ids.shape[1], partial(self._kind, kind, ids))
             rows.append(row)
             self.task.advance(share / len(kinds), f"{label(kind)}: perplexity {row.ratio - 1:+.2%}")
         return tuple(rows)
@@ -197,9 +199,8 @@ class Comparison:
             return None
         self.task.advance(0, what)
         dense = torch.tensor(text.first, dtype=torch.float64, device="cpu")
-        given = (self.model, self.stretch(ids, 0, tokens), dense, text.stretches)
-        found: Noise = self._remember(Noise, what, tokens, partial(measure_noise, *given))
-        return found
+        given = (self.model, self.stretches(ids, tokens, 1)[0], dense, text.stretches)
+        return self._remember(Noise, what, tokens, partial(measure_noise, *given))
 
     def suite(self, tokenizer: Any, text: str, plan: SuitePlan, seed: int, share: float) -> SuiteResult:
         """Run long-context tasks dense and sparse."""
@@ -213,8 +214,7 @@ class Comparison:
         what, run = "retrieval tasks", partial(self._retrieval, samples, share)
         if not self.has_time(what, 2 * len(samples), tokens):
             return ()
-        found: tuple[TaskScore, ...] = self._remember(tuple[TaskScore, ...], what, tokens, run)
-        return found
+        return self._remember(tuple[TaskScore, ...], what, tokens, run)
 
     def _retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
         scores: dict[str, list[tuple[float, float, float, float]]] = {}
@@ -240,13 +240,10 @@ class Comparison:
         what, run = "generated text", partial(self._repetition, ids, prompt_tokens, share)
         if not self.has_time(what, GENERATING, prompt_tokens):
             return None
-        found: Repetition = self._remember(Repetition, what, prompt_tokens, run)
-        return found
+        return self._remember(Repetition, what, prompt_tokens, run)
 
     def _repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition:
-        count = max(1, min(PROMPTS, len(ids) // prompt_tokens))
-        stride = (len(ids) - prompt_tokens) // max(1, count - 1) if count > 1 else 0
-        prompts = torch.cat([self.stretch(ids, i * stride, prompt_tokens) for i in range(count)])
+        prompts = torch.cat(self.stretches(ids, prompt_tokens, PROMPTS))
         self.task.advance(0, "generating: dense")
         dense = self._generate(prompts)
         self.task.advance(share / 2, "generating: sparse")
