@@ -114,6 +114,21 @@ def test_a_profile_never_takes_the_end_of_a_budget(tools, monkeypatch, tiny, tmp
     assert ("profile" in found["left_out"]) == left_out
 
 
+def test_a_run_without_time_keeps_the_validation_of_the_same_policy(tools, monkeypatch, tiny, tmp_path):
+    dynaxx_(*tune_args(tiny, tmp_path))
+    before = (tmp_path / "validation.json").read_bytes()
+    monkeypatch.setattr(sys.modules["dynaxx.cli.tune"], "seconds_since_start", lambda: 100.0)
+    short = (*tune_args(tiny, tmp_path), "--time-budget", 20)
+    shown = dynaxx_(*short)
+    assert shown.exit_code == 0, shown.stderr
+    assert "passes its validation:\nno time was left for another one; that of an earlier run is kept" in shown.stdout
+    assert (tmp_path / "validation.json").read_bytes() == before
+    stale = {**json.loads(before), "about": {}}
+    (tmp_path / "validation.json").write_text(json.dumps(stale))
+    assert dynaxx_(*short).exit_code == 3
+    assert not (tmp_path / "validation.json").exists(), "it was about another policy"
+
+
 def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):
     flags = ("--no-profile", "--no-analysis", "--no-validation", "--no-report")
     assert dynaxx_(*tune_args(tiny, tmp_path, *flags)).exit_code == 0

@@ -62,8 +62,8 @@ def with_reference(
     policy = result.policy
     if all(rule.phase == "decode" for rule in policy.rules):
         return dataclasses.replace(result, reference="none: prompts run dense")
-    border = policy.border
-    if not time.allows(MIN_REQUESTS * time.expects(PASS, max(2, border))):
+    border, step = policy.border, f"reference {rules_digest(policy)}"
+    if step not in steps and not time.allows(MIN_REQUESTS * time.expects(PASS, max(2, border))):
         return dataclasses.replace(result, reference="none: no time was left")
 
     def recorded() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def with_reference(
         return found.model_dump(mode="json")
 
     try:
-        found = Profile.model_validate(steps.remember(f"reference {rules_digest(policy)}", recorded))
+        found = Profile.model_validate(steps.remember(step, recorded))
     except ValueError as error:  # the policy is useful without a reference
         return dataclasses.replace(result, reference=f"none: {error}")
     said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"

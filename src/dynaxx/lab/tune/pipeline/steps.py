@@ -203,10 +203,16 @@ class _Steps:
         from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
 
         plan, path = self.plan, self.plan.out / "validation.json"
+        wanted = "validate" not in plan.skip and bool(tuned.policy.rules)
+        fits = self.time.allows(2 * self.time.expects(PASS, plan.tokens), urgent=True)
+        earlier = _earlier(path) if wanted and not fits else None
+        if earlier is not None and earlier.get("about") == {**self.about, **about(policy=tuned.policy)}:
+            self.files.append(path)
+            return tuned, earlier, "no time was left for another one; that of an earlier run is kept"
         path.unlink(missing_ok=True)  # of an earlier policy, perhaps
-        if "validate" in plan.skip or not tuned.policy.rules:
+        if not wanted:
             return tuned, None, ""
-        if not self.time.allows(2 * self.time.expects(PASS, plan.tokens), urgent=True):
+        if not fits:
             self.left_out.append("validate")
             return tuned, None, "no time was left for it; the same command continues with it"
         options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed, kinds=plan.kinds)
