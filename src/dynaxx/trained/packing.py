@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.attention.contract import AttentionProblem
-from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.packed import CuSeqlens, host_lengths
-from dynaxx.ops.checks import DTYPES, looks_at_values
+from dynaxx.ops.checks import DTYPES
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans, nsa_spans
 
 
@@ -81,51 +80,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[-2]} and {k.shape[-2]}")
     if not (q.shape[-1] and v.shape[-1]):
         raise ValueError(f"head_dim must be >= 1, got {q.shape[-1]} and {v.shape[-1]}")
-
-
-def check_indices(block_indices: Tensor, packed: Packed, spans: NsaSpans) -> Tensor:
-    """Check block indices of a batch or of packed queries; their values only on a CPU or with DYNAXX_DEBUG=1.
-
-    Returns:
-        The indices as (tokens, select_heads, slots).
-
-    Raises:
-        ValueError, TypeError: like `selected_attention`.
-    """
-    before = packed.batch or (packed.q.shape[0],)
-    if block_indices.ndim != len(before) + 2 or block_indices.shape[:-2] != before:
-        raise ValueError(
-            f"`block_indices` must be {tuple(before)} + (select_heads, slots), got {tuple(block_indices.shape)}"
-        )
-    indices = block_indices.flatten(0, -3)
-    heads, q_heads, kv_heads = indices.shape[1], packed.q.shape[1], packed.k.shape[1]
-    if heads == 0 or heads % kv_heads or q_heads % heads:
-        raise ValueError(
-            f"select_heads of `block_indices` must be a multiple of kv_heads {kv_heads} and divide q_heads {q_heads}, "
-            f"got {heads}"
-        )
-    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
-        raise TypeError(f"`block_indices` must be integers, got {indices.dtype}")
-    if indices.device != packed.q.device:
-        raise ValueError(f"`block_indices` must be on q's device {packed.q.device}, got {indices.device}")
-    if not looks_at_values(indices.device):
-        return indices
-    lengths = (
-        torch.tensor(spans.ends_k, dtype=torch.int64, device="cpu").diff().add(spans.sizes.slc_block - 1)
-        // spans.sizes.slc_block
-    )
-    blocks = torch.repeat_interleave(lengths, torch.tensor(spans.ends_q, dtype=torch.int64, device="cpu").diff()).to(
-        indices.device
-    )[:, None, None]
-    wrong = (indices < -1) | (indices >= blocks)
-    if wrong.any():
-        raise ValueError(
-            "`block_indices` must be -1 or a block of the query's own sequence, "
-            f"got {indices[wrong][0].item()}, but there are {blocks.expand_as(indices)[wrong][0].item()} blocks"
-        )
-    if has_duplicates(indices):
-        raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")
-    return indices
 
 
 def packed_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int, softcap: float | None = None) -> AttentionProblem:

@@ -5,26 +5,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.derivatives import first_derivative_only
-from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import never_traced
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.explain import Explanation
-from dynaxx.ops.flops import count
-from dynaxx.trained.nsa.kernels.contract import NsaKernels
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
-from dynaxx.trained.packing import check_indices, pack, packed_problem
+from dynaxx.trained.packing import pack, packed_problem
 from dynaxx.trained.registry import NSA, TOKENS
 from dynaxx.trained.tokens.attention import (
+    ChosenAttention,
     attend_tokens,
     check_block_size,
     check_scores,
@@ -84,15 +79,13 @@ def selected_attention(
     check_block_size(block_size)
     spans, packed = pack(q, k, v, _sizes(block_indices, block_size), cu_seqlens_q, cu_seqlens_k)
     scale = softmax_scale(scale, q.shape[-1])
-    by_token = _goes_by_token(packed.k, block_indices, block_size)
-    if by_token or softcap is not None or sinks is not None:
+    token_spans = TokenSpans(spans.ends_q, spans.ends_k, block_size)
+    chosen = check_tokens(block_indices, packed, token_spans)
+    if _goes_by_token(chosen, packed.k, block_size) or softcap is not None or sinks is not None:
         softcap = check_scores(softcap, sinks, packed.q)
-        token_spans = TokenSpans(spans.ends_q, spans.ends_k, block_size)
-        chosen = check_tokens(block_indices, packed, token_spans)
         out, lse = attend_tokens(packed.q, packed.k, packed.v, chosen, token_spans, scale, backend, softcap, sinks)
     else:
-        indices = check_indices(block_indices, packed, spans)
-        out, lse = attend_selected(packed.q, packed.k, packed.v, indices.to(torch.int32), spans, scale, backend)
+        out, lse = attend_selected(packed.q, packed.k, packed.v, chosen, spans, scale, backend)
     out = packed.unpack(out)
     if not return_lse:
         return out
@@ -108,9 +101,9 @@ def _sizes(block_indices: Tensor, block_size: int) -> NsaSizes:
     return NsaSizes(block_size, block_size, block_size, max(1, count), 0, 0)
 
 
-def _goes_by_token(k: Tensor, block_indices: Tensor, block_size: int) -> bool:
-    """Return whether kernels that read keys one by one serve a choice."""
-    return block_size in TOKEN_BLOCKS or (block_indices.ndim > 1 and block_indices.shape[-2] < k.shape[-2])
+def _goes_by_token(chosen: Tensor, k: Tensor, block_size: int) -> bool:
+    """Return whether kernels that read keys one by one serve a choice (T, select_heads, slots)."""
+    return block_size in TOKEN_BLOCKS or chosen.shape[1] < k.shape[1]
 
 
 def nsa_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: str) -> str:
@@ -135,28 +128,9 @@ def attend_selected(
     if name == "reference":
         return kernels.selected_forward(q, k, v, plan, scale)
     pairs = chosen_pairs(indices, q, spans.sizes.slc_block)
-    return _SelectedAttention.apply(q, k, v, plan, scale, kernels, pairs)
-
-
-class _SelectedAttention(torch.autograd.Function):
-    """Combine a backend's forward and backward; gradients flow through `out` and through `lse`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, kernels: NsaKernels, pairs: int
-    ) -> Any:
-        count(2 * pairs * (q.shape[-1] + v.shape[-1]))
-        out, lse = kernels.selected_forward(q, k, v, plan, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale, ctx.kernels, ctx.pairs = plan, scale, kernels, pairs
-        return out, lse
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
-        saved = SavedForward(*ctx.saved_tensors)
-        count(2 * ctx.pairs * (3 * saved.q.shape[-1] + 2 * saved.v.shape[-1]))
-        return *ctx.kernels.selected_backward(do, dlse, saved, ctx.plan, ctx.scale), *(None,) * 4
+    functions = (kernels.selected_forward, kernels.selected_backward)
+    out: tuple[Tensor, Tensor] = ChosenAttention.apply(q, k, v, None, *functions, (plan, scale), False, pairs)
+    return out
 
 
 @dataclass(frozen=True)
@@ -199,18 +173,16 @@ def explain_selected(
     spans, packed = pack(q, k, v, _sizes(block_indices, block_size), None, None)
     if packed.batch is None:
         raise ValueError(f"`q` must be (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
-    if _goes_by_token(packed.k, block_indices, block_size):
-        check_tokens(block_indices, packed, TokenSpans(spans.ends_q, spans.ends_k, block_size))
-        tokens = packed_problem(packed.q, packed.k, packed.v, block_size)
-        name, schedule = TOKENS.resolve(tokens, backend), "token by token, each query its own list"
-        reasons, operation = TOKENS.explain(tokens), "tokens"
-        return SelectedExplanation(tokens, name, reasons, None, schedule, _overlap(block_indices), operation=operation)
-    check_indices(block_indices, packed, spans)
-    chosen = nsa_backend(packed.q, packed.k, packed.v, block_size, backend)
+    chosen = check_tokens(block_indices, packed, TokenSpans(spans.ends_q, spans.ends_k, block_size))
     problem = packed_problem(packed.q, packed.k, packed.v, block_size)
-    schedule = NSA.kernels(chosen).schedule_of(q.shape[2] // block_indices.shape[2], block_size)
-    reasons, operation = NSA.explain(problem), "native sparse attention"
-    return SelectedExplanation(problem, chosen, reasons, None, schedule, _overlap(block_indices), operation=operation)
+    overlap, schedule = _overlap(block_indices), "token by token, each query its own list"
+    if _goes_by_token(chosen, packed.k, block_size):
+        name, reasons = TOKENS.resolve(problem, backend), TOKENS.explain(problem)
+        return SelectedExplanation(problem, name, reasons, None, schedule, overlap, operation="tokens")
+    name, reasons = NSA.resolve(problem, backend), NSA.explain(problem)
+    schedule = NSA.kernels(name).schedule_of(q.shape[2] // chosen.shape[1], block_size)
+    operation = "native sparse attention"
+    return SelectedExplanation(problem, name, reasons, None, schedule, overlap, operation=operation)
 
 
 def _overlap(block_indices: Tensor) -> float:

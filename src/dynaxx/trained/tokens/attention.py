@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +19,6 @@ from dynaxx.ops.checks import check_sinks, check_softcap, looks_at_values
 from dynaxx.ops.flops import count, is_counting
 from dynaxx.trained.packing import Packed, packed_problem
 from dynaxx.trained.registry import TOKENS
-from dynaxx.trained.tokens.kernels.contract import TokenKernels
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans, ascending
 
 
@@ -131,10 +131,10 @@ def attend_tokens(
     if name == "reference":
         return kernels.forward(q, k, v, plan, scale, softcap, sinks)
     joined = _is_first_part(v, k)
-    out: tuple[Tensor, Tensor] = _TokenAttention.apply(
-        q, k, v.detach() if joined else v, sinks, plan, scale, softcap, kernels, joined,
-        chosen_pairs(indices, q, spans.block_size),
-    )  # fmt: skip
+    backward = (kernels.latent_backward if joined else None) or kernels.backward
+    pairs = chosen_pairs(indices, q, spans.block_size)
+    given = (sinks, kernels.forward, backward, (plan, scale, softcap), joined, pairs)
+    out: tuple[Tensor, Tensor] = ChosenAttention.apply(q, k, v.detach() if joined else v, *given)
     return out
 
 
@@ -153,7 +153,7 @@ def _is_first_part(v: Tensor, k: Tensor) -> bool:
     return same_rows and v._base is base and v.data_ptr() == k.data_ptr() and not v.retains_grad
 
 
-class _TokenAttention(torch.autograd.Function):
+class ChosenAttention(torch.autograd.Function):
     """Connect a backend's forward and backward; gradients flow through `out` and `lse`."""
 
     @staticmethod
@@ -163,33 +163,32 @@ class _TokenAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        plan: Any,
-        scale: float,
-        softcap: float | None,
-        kernels: TokenKernels,
-        joined: bool,
+        forward: Callable[..., tuple[Tensor, Tensor]],
+        backward: Callable[..., tuple[Tensor, ...]],
+        settings: tuple[Any, ...],  # the plan, the scale, and a softcap if the backend has one
+        joined: bool,  # v is the first part of k, whose gradient includes that of v
         pairs: int,
     ) -> Any:
+        """Return (out, lse) of `forward`."""
         count(2 * pairs * (q.shape[-1] + v.shape[-1]))
-        out, lse = kernels.forward(q, k, v, plan, scale, softcap, sinks)
+        out, lse = forward(q, k, v, *settings, **({} if sinks is None else {"sinks": sinks}))
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.settings, ctx.kernels, ctx.joined, ctx.pairs = (plan, scale, softcap), kernels, joined, pairs
+        ctx.gradients, ctx.settings, ctx.joined, ctx.pairs = backward, settings, joined, pairs
         return out, lse
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
+        """Return dq, dk, dv and the gradient of the sinks."""
         q, k, v, out, lse, sinks = ctx.saved_tensors
         count(2 * ctx.pairs * (3 * q.shape[-1] + 2 * v.shape[-1]))
-        latent_backward = ctx.kernels.latent_backward if ctx.joined else None
-        grads = (latent_backward or ctx.kernels.backward)(do, dlse, SavedForward(q, k, v, out, lse), *ctx.settings)
-        if ctx.joined and latent_backward is None:
-            grads[1][..., : v.shape[2]] += grads[2]
+        dq, dk, *dv = ctx.gradients(do, dlse, SavedForward(q, k, v, out, lse), *ctx.settings)
+        if ctx.joined and dv:
+            dk[..., : v.shape[2]] += dv[0]
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             dsinks = sink_gradient(do[None], dlse[None], out[None], lse[None], sinks)
-        dv = None if ctx.joined else grads[2]
-        return grads[0], grads[1], dv, dsinks, *(None,) * 6
+        return dq, dk, None if ctx.joined else dv[0], dsinks, *(None,) * 5
 
 
 def check_scores(softcap: float | None, sinks: Tensor | None, q: Tensor) -> float | None:
