@@ -1,40 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention in plain torch, O(visited blocks): gather the blocks of each row and attend densely to them.
+"""Sparse attention in plain torch, O(visited blocks): the definition, for the keys that a row of blocks visits.
 
-Used if there is no C++ core. Exact like every backend, and differentiable by autograd. Rows that visit equally many
-blocks are processed together, in chunks that fit into the cache.
+Used if there is no C++ core. Exact like every backend, and differentiable by autograd.
 
-Legend: B batch; Hq, Hk query and kv heads; N queries, M keys; D head_dim of q and k, E head_dim of v; U units, one per
-row of blocks of one q head; S keys that a unit visits.
+Legend: B batch; Hq, Hk query and kv heads; N queries, M keys; D head_dim of q and k, E head_dim of v; S keys of a row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.sinks import add_sinks
+from dynaxx.kernels.attention.contract import SavedForward
+from dynaxx.kernels.attention.softmax import masked_attention, masked_gradients
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import on_host
 
-CHUNK_BYTES = 4 << 20  # gathered k, v and scores per chunk; 1 to 8 MiB are equally fast, larger chunks are slower
 
+class Row(NamedTuple):
+    """A row of blocks, for some batch entries and the q heads of one kv head."""
 
-@dataclass(frozen=True)
-class Units:
-    """Rows of blocks of individual q heads."""
+    batch: slice
+    heads: slice
+    queries: slice
+    kv_head: slice
+    keys: Tensor  # (S,) int64
+    visible: Tensor  # (queries, S) bool
 
-    batch: Tensor  # (U,) int64
-    head: Tensor  # (U,) int64, q head
-    row: Tensor  # (U,) int64, q block
-    start: Tensor  # (U,) int64, index of the first entry in `kv_indices`
-    count: Tensor  # (U,) int64, number of visited blocks
+    def bias(self, table: Tensor | None, seqlen_k: int) -> Tensor | None:
+        """Return the bias of the row's pairs, (B, heads, queries, S); None for None."""
+        return None if table is None else table[self.batch, self.heads, self.entries(seqlen_k)]
 
-    def __getitem__(self, chosen: Tensor) -> Units:
-        """Return the chosen rows."""
-        return Units(self.batch[chosen], self.head[chosen], self.row[chosen], self.start[chosen], self.count[chosen])
+    def entries(self, seqlen_k: int) -> Tensor:
+        """Return the entry of a table of biases for each pair, (queries, S)."""
+        return torch.arange(self.queries.start, self.queries.stop, device="cpu")[:, None] - self.keys + seqlen_k - 1
 
 
 @on_host
@@ -49,26 +52,18 @@ def attention_forward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) in fp32 (fp64 for fp64), like the reference."""
-    out_dtype, dtype = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    batch, seqlen_q, q_heads = q.shape[:3]
-    out = torch.zeros(batch * seqlen_q * q_heads, v.shape[-1], dtype=dtype)
-    lse = torch.full((batch * seqlen_q * q_heads,), -torch.inf, dtype=dtype)
-    table = torch.cat([layout.masks.to_dense(), torch.ones(1, *layout.block_size, dtype=torch.bool)])  # [-1] is full
-    places, outs, lses = [], [], []
-    for units in _chunks(layout, batch, q_heads, k.shape[-1] + v.shape[-1]):
-        place, in_range = _query_places(units, layout, q_heads)
-        unit_out, unit_lse = _attend(units, q, k, v, layout, table, scale, softcap, bias)
-        places.append(place[in_range])
-        outs.append(unit_out[in_range])
-        lses.append(unit_lse[in_range])
-    if places:
-        where = (torch.cat(places),)
-        out, lse = out.index_put(where, torch.cat(outs)), lse.index_put(where, torch.cat(lses))
-    out, lse = out.view(batch, seqlen_q, q_heads, v.shape[-1]), lse.view(batch, seqlen_q, q_heads).transpose(1, 2)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
     if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
-    return out.to(out_dtype), lse.contiguous()
+        lse[:] = sinks.to(dtype)[:, None]
+    for row in _rows(layout, q.shape[2], k.shape[2]):
+        heads = row.heads.stop - row.heads.start
+        seen = (x[row.batch, :, row.kv_head][:, row.keys].to(dtype).expand(-1, -1, heads, -1) for x in (k, v))
+        own, logits = q[row.batch, row.queries, row.heads], None if sinks is None else sinks[row.heads]
+        found = masked_attention(own, *seen, row.visible, scale, softcap, logits, row.bias(bias, k.shape[1]))
+        out[row.batch, row.queries, row.heads], lse[row.batch, row.heads, row.queries] = found
+    return out, lse
 
 
 @on_host
@@ -86,80 +81,39 @@ def attention_backward(
     bias: Tensor | None = None,
     dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv by autograd through a second forward pass without sinks."""
-    with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        bias = bias if bias is None or dbias is None else bias.detach().requires_grad_()
-        alone, lse_alone = attention_forward(q, k, v, layout, scale, softcap, bias=bias)
-    if not alone.requires_grad:  # no row visits anything
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # With sinks included in `lse`, out = share * alone. Without sinks, share = 1.
-    share = (lse_alone.detach() - lse).exp().masked_fill_(lse_alone == -torch.inf, 0.0)
-    weight = share.transpose(1, 2)[..., None]
-    product = (do.to(lse.dtype) * alone.detach()).sum(-1).transpose(1, 2)
-    dlse_alone = product * share * (1 - share)
-    if dlse is not None:
-        dlse_alone = dlse_alone + dlse * share
-    given = [(do * weight).to(alone.dtype), dlse_alone]
-    leaves = [q, k, v] if bias is None or dbias is None else [q, k, v, bias]
-    dq, dk, dv, *of_bias = torch.autograd.grad([alone, lse_alone], leaves, given)
-    if dbias is not None:
-        dbias += of_bias[0]
-    return dq, dk, dv
+    """Return dq, dk, dv in the dtypes of q, k, v; a given dbias, a table like the bias, receives its gradient."""
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
+    for row in _rows(layout, q.shape[2], k.shape[2]):
+        own, of_rows = (row.batch, row.queries, row.heads), (row.batch, row.heads, row.queries)
+        seen = (x[row.batch, :, row.kv_head][:, row.keys].to(lse.dtype) for x in (k, v))
+        saved = SavedForward(q[own].to(lse.dtype), *seen, out[own], lse[of_rows])
+        dlse_here, of_pairs = None if dlse is None else dlse[of_rows], row.bias(bias, k.shape[1])
+        grads = masked_gradients(do[own], dlse_here, saved, row.visible, scale, softcap, of_pairs)
+        dq[own] = grads[0]
+        for total, part in ((dk, grads[1]), (dv, grads[2])):
+            total[row.batch, :, row.kv_head].index_add_(1, row.keys, part)
+        if dbias is not None:
+            sums = dbias[row.batch, row.heads]
+            sums.index_add_(-1, row.entries(k.shape[1]).flatten(), grads[3].flatten(-2).to(dbias.dtype))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _chunks(layout: BlockLayout, batch: int, q_heads: int, row_size: int) -> list[Units]:
-    """List all units that visit any block, grouped by number of blocks, in chunks of CHUNK_BYTES of gathered rows."""
-    shape = (batch, q_heads, layout.q_blocks)
-    of_layout = lambda x: x.expand(*shape).flatten().long()
-    b, h, i = (x.flatten() for x in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
-    units = Units(b, h, i, of_layout(layout.kv_indptr[..., :-1]), of_layout(layout.kv_num_blocks))
-    chunks = []
-    q_block, kv_block = layout.block_size
-    for count in units.count.unique().tolist():
-        if count:
-            unit_bytes = 4 * count * kv_block * (row_size + 2 * q_block)
-            chosen = (units.count == count).nonzero().flatten()
-            chunks += [units[some] for some in chosen.split(max(1, CHUNK_BYTES // unit_bytes))]
-    return chunks
-
-
-def _query_places(units: Units, layout: BlockLayout, q_heads: int) -> tuple[Tensor, Tensor]:
-    """Return the flat index (batch, token, head) of each unit's queries, and which queries exist; both (U, q_block)."""
-    token = units.row[:, None] * layout.block_size[0] + torch.arange(layout.block_size[0], device="cpu")
-    place = (units.batch[:, None] * layout.seqlen_q + token) * q_heads + units.head[:, None]
-    return place, token < layout.seqlen_q
-
-
-def _attend(
-    units: Units,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: BlockLayout,
-    table: Tensor,
-    scale: float,
-    softcap: float | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return out (U, q_block, E) and lse (U, q_block) of units that visit equally many blocks."""
-    q_block, kv_block = layout.block_size
-    entries = units.start[:, None] + torch.arange(int(units.count[0]), device="cpu")
-    cols, mask_ids = layout.kv_indices[entries].long(), layout.kv_masks[entries].long()
-    keys = (cols[..., None] * kv_block + torch.arange(kv_block, device="cpu")).flatten(1)  # (U, S)
-    visible = table[mask_ids].transpose(1, 2).flatten(2) & (keys < layout.seqlen_k)[:, None]  # (U, q_block, S)
-    queries = (units.row[:, None] * q_block + torch.arange(q_block, device="cpu")).clamp(max=layout.seqlen_q - 1)
-    keys = keys.clamp(max=layout.seqlen_k - 1)
-    batch, head = units.batch[:, None], units.head[:, None]
-    kv_head = head // (q.shape[2] // k.shape[2])
-    scores = (q[batch, queries, head] * scale) @ k[batch, keys, kv_head].mT
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if bias is not None:
-        scores = (
-            scores + bias[batch[..., None], head[..., None], queries[..., None] - keys[:, None] + layout.seqlen_k - 1]
-        )
-    sees_any = visible.any(-1, keepdim=True)
-    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~sees_any, 0.0)
-    out = (scores.softmax(-1) * sees_any) @ v[batch, keys, kv_head]
-    return out, scores.logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
+def _rows(layout: BlockLayout, q_heads: int, kv_heads: int) -> Iterator[Row]:
+    """Yield the rows that visit any block."""
+    table = torch.cat([layout.masks.to_dense(), torch.ones(1, *layout.block_size, dtype=torch.bool)])  # [-1] is full
+    (q_block, kv_block), group = layout.block_size, q_heads // kv_heads
+    inside = torch.arange(kv_block, device="cpu")
+    step = group if layout.layout_heads == 1 else 1
+    for b, per_head in enumerate(layout.kv_indptr.tolist()):
+        batch = slice(None) if layout.layout_batch == 1 else slice(b, b + 1)
+        for first in range(0, q_heads, step):
+            ends = per_head[first if len(per_head) > 1 else 0]
+            kv_head = slice(first // group, first // group + 1)
+            for row, (begin, end) in enumerate(pairwise(ends)):
+                if begin == end:
+                    continue
+                keys = (layout.kv_indices[begin:end].long()[:, None] * kv_block + inside).flatten()
+                queries = slice(row * q_block, min((row + 1) * q_block, layout.seqlen_q))
+                visible = table[layout.kv_masks[begin:end].long()].transpose(0, 1).flatten(1)
+                visible, there = visible[: queries.stop - queries.start], keys < layout.seqlen_k
+                yield Row(batch, slice(first, first + step), queries, kv_head, keys[there], visible[:, there])

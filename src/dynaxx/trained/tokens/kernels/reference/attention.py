@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.attention.contract import AttentionProblem, SavedForward
-from dynaxx.kernels.attention.softmax import masked_attention
+from dynaxx.kernels.attention.softmax import masked_attention, masked_gradients
 from dynaxx.kernels.decode.reference import _used_keys, read_cache
-from dynaxx.layout.host import without_autocast
 from dynaxx.layout.paging import PagedCache
 from dynaxx.trained.tokens.spans import TokenSpans
 
@@ -63,28 +62,14 @@ def forward(
     return out[0], lse[0]
 
 
-@without_autocast
 def backward(
     do: Tensor, dlse: Tensor, saved: SavedForward, plan: Tensor, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv."""
-    q, k, v, out, lse = saved
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[1] // k.shape[1]
-    q32, k32, v32, do32 = (x.to(dtype) for x in (q, k, v, do))
-    k32, v32 = (x.repeat_interleave(group, 1) for x in (k32, v32))
-    raw = torch.einsum("thd,mhd->htm", q32, k32) * scale
-    slope = torch.ones_like(raw) if softcap is None else 1 - (raw / softcap).tanh() ** 2
-    scores = raw if softcap is None else softcap * (raw / softcap).tanh()
-    visible = plan.repeat_interleave(q.shape[1] // plan.shape[0], 0)
-    finite = lse.masked_fill(lse == -torch.inf, 0.0).to(dtype)
-    weights = (scores - finite[..., None]).masked_fill(~visible, -torch.inf).exp()
-    delta = (do32 * out.to(dtype)).sum(-1).T - dlse.to(dtype).masked_fill(lse == -torch.inf, 0.0)
-    ds = weights * (torch.einsum("the,mhe->htm", do32, v32) - delta[..., None]) * slope * scale
-    dq = torch.einsum("htm,mhd->thd", ds, k32)
-    dk = torch.einsum("htm,thd->mhd", ds, q32).unflatten(1, (-1, group)).sum(2)
-    dv = torch.einsum("htm,the->mhe", weights, do32).unflatten(1, (-1, group)).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    visible = plan.repeat_interleave(saved.q.shape[1] // plan.shape[0], 0)
+    as_batch = SavedForward(*(x[None] for x in saved))
+    dq, dk, dv, _ = masked_gradients(do[None], dlse[None], as_batch, visible, scale, softcap)
+    return dq[0], dk[0], dv[0]
 
 
 def attend_tokens(
