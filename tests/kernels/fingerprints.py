@@ -135,6 +135,7 @@ def indexer(backend: str, heads: int, dim: int, dtype: torch.dtype, grain: int =
 
 def index_loss(heads: tuple[int, int, int], index_heads: int, index_dim: int, dtype: torch.dtype) -> None:
     """Run the loss of an indexer and its gradients, over all keys and over chosen ones."""
+    from dynaxx.trained.tokens.kernels.contract import IndexLossCall
     from dynaxx.trained.tokens.kernels.triton.index_loss import index_loss
     from dynaxx.trained.tokens.spans import TokenSpans
 
@@ -145,7 +146,8 @@ def index_loss(heads: tuple[int, int, int], index_heads: int, index_dim: int, dt
     )
     spans, blocks = TokenSpans((0, TOKENS), (0, TOKENS)), torch.zeros(TOKENS, 64, dtype=torch.int32)
     for chosen in (None, blocks):
-        index_loss(index_q, index_k, torch.zeros(TOKENS, index_heads), q, k, chosen, spans, 0.1, 0.1, True)
+        weights = torch.zeros(TOKENS, index_heads)
+        index_loss(IndexLossCall(index_q, index_k, weights, q, k, chosen, spans, 0.1, 0.1, True))
 
 
 def rows_in_8_bits(dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from dynaxx.ops.flops import count, is_counting
 from dynaxx.trained.registry import INDEX_LOSS, INDEXER
 from dynaxx.trained.tokens.attention import check_block_size, check_choice
 from dynaxx.trained.tokens.choice import TopKTokens, check_queries_and_keys
-from dynaxx.trained.tokens.kernels.contract import IndexerKernels, IndexerProblem, IndexLossKernels, IndexLossProblem
+from dynaxx.trained.tokens.kernels.contract import IndexerKernels, IndexerProblem, IndexLossCall, IndexLossProblem
 from dynaxx.trained.tokens.spans import TokenSpans
 
 Precision = Literal["fp32", "bf16", "fp8", "int8"]
@@ -183,7 +183,7 @@ def index_loss(
     dtypes = [torch.promote_types(a.dtype, b.dtype) for a, b in (inputs[3:], inputs[:2])]
     problem = IndexLossProblem(q.device, dtypes[0], q.shape[-1], dtypes[1], heads, dim)
     kernels = INDEX_LOSS.kernels(_serving_loss(problem, backend))
-    loss, recall = _IndexLoss.apply(*inputs, block_indices, spans, scales, kernels)
+    loss, recall = _IndexLoss.apply(*inputs, block_indices, spans, *scales, kernels)
     return IndexLoss(loss, recall)
 
 
@@ -191,24 +191,13 @@ class _IndexLoss(torch.autograd.Function):
     """Compute the loss and its gradients together, without storing scores."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        index_q: Tensor,
-        index_k: Tensor,
-        weights: Tensor,
-        q: Tensor,
-        k: Tensor,
-        block_indices: Tensor | None,
-        spans: TokenSpans,
-        scales: tuple[float, float],
-        kernels: IndexLossKernels,
-    ) -> Any:
-        needs = any(ctx.needs_input_grad[:3])
-        given = (index_q, index_k, weights, q, k, block_indices, spans, *scales, needs)
-        with torch.autocast(q.device.type, enabled=False):  # pieces multiply in fp32 at least
-            total, covered, grads = kernels.index_loss(*given)
+    def forward(ctx: Any, *given: Any) -> Any:
+        *inputs, kernels = given
+        call = IndexLossCall(*inputs, needs_grad=any(ctx.needs_input_grad[:3]))
+        with torch.autocast(call.q.device.type, enabled=False):  # pieces multiply in fp32 at least
+            total, covered, grads = kernels.index_loss(call)
         ctx.save_for_backward(*grads)
-        ctx.count, ctx.dtypes = max(1, q.shape[0]), (index_q.dtype, index_k.dtype, weights.dtype)
+        ctx.count, ctx.dtypes = max(1, call.q.shape[0]), [x.dtype for x in call[:3]]
         recall = covered / ctx.count
         ctx.mark_non_differentiable(recall)
         return total / ctx.count, recall
@@ -217,7 +206,7 @@ class _IndexLoss(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> Any:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *((grad * (dloss / ctx.count)).to(dtype) for grad, dtype in pairs), *(None,) * 6
+        return *((grad * (dloss / ctx.count)).to(dtype) for grad, dtype in pairs), *(None,) * 7
 
 
 def _check_indexer(

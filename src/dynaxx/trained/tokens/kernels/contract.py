@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -117,22 +117,25 @@ class IndexerKernels(Protocol):
         """Return whole numbers, in fp32 or bf16, and the scale of each row in fp32, as `kernels.rounding.to_int8`."""
 
 
-class IndexLossKernels(Protocol):
-    """The divergence between dense attention and an indexer, of packed sequences."""
+class IndexLossCall(NamedTuple):
+    """A call of an indexer's loss, of packed sequences."""
 
-    def index_loss(
-        self,
-        index_q: Tensor,
-        index_k: Tensor,
-        weights: Tensor,
-        q: Tensor,
-        k: Tensor,
-        block_indices: Tensor | None,
-        spans: TokenSpans,
-        scale: float,
-        index_scale: float,
-        needs_grad: bool,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    index_q: Tensor  # (T, Hi, Di)
+    index_k: Tensor  # (M, Di)
+    weights: Tensor  # (T, Hi)
+    q: Tensor  # (T, Hq, D), of attention
+    k: Tensor  # (M, Hk, D), of attention
+    block_indices: Tensor | None  # (T, n): target and softmax are renormalised to these blocks; None: all visible keys
+    spans: TokenSpans
+    scale: float  # of attention
+    index_scale: float  # of the indexer's scores
+    needs_grad: bool  # whether to compute gradients of index_q, index_k and weights
+
+
+class IndexLossKernels(Protocol):
+    """The divergence between dense attention and an indexer."""
+
+    def index_loss(self, call: IndexLossCall) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the sums over queries of divergence and of attention on `block_indices` (T, n), and the gradients.
 
         Gradients are those of the sum of divergence in index_q, index_k and weights, in fp32 at least, if asked for.

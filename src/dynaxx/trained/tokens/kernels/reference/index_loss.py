@@ -17,7 +17,7 @@ from dynaxx.trained.tokens.kernels.reference.indexer import index_scores, visibl
 from dynaxx.trained.tokens.spans import TokenSpans
 
 if TYPE_CHECKING:
-    from dynaxx.trained.tokens.kernels.contract import IndexLossProblem
+    from dynaxx.trained.tokens.kernels.contract import IndexLossCall, IndexLossProblem
 
 PIECE_BYTES = 64 << 20  # of scores of a few queries that are held at once
 
@@ -27,34 +27,12 @@ def unsupported_reasons(problem: IndexLossProblem) -> list[str]:
     return []
 
 
-def index_loss(
-    index_q: Tensor,
-    index_k: Tensor,
-    weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    block_indices: Tensor | None,
-    spans: TokenSpans,
-    scale: float,
-    index_scale: float,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def index_loss(call: IndexLossCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the divergence and the chosen share of attention, both summed over queries, and gradients of the former.
 
     A few queries are processed at a time, so memory is linear in the number of keys.
-
-    Args:
-        index_q: (T, Hi, Di).
-        index_k: (M, Di).
-        weights: (T, Hi).
-        q: (T, Hq, D), of attention.
-        k: (M, Hk, D), of attention.
-        block_indices: (T, n): target and softmax are renormalised to these blocks of keys; None: all visible keys.
-        spans: the sequences.
-        scale: softmax scale of attention.
-        index_scale: of the indexer's scores.
-        needs_grad: whether to compute gradients of index_q, index_k and weights; otherwise none are returned.
     """
+    index_q, index_k, weights, q, k, block_indices, spans, scale, index_scale, needs_grad = call
     dtype = torch.promote_types(torch.promote_types(q.dtype, index_q.dtype), torch.float32)
     leaves = [lasting_copy(x.detach().to(dtype)).requires_grad_() for x in (index_q, index_k, weights)]
     grads = [torch.zeros_like(x, dtype=dtype) for x in leaves] if needs_grad else []

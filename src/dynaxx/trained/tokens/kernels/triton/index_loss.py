@@ -17,6 +17,7 @@ from torch import Tensor
 from dynaxx.kernels.device import gpu_of, padded, power_of_two
 from dynaxx.kernels.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.layout.host import moved_together, on_host
+from dynaxx.trained.tokens.kernels.contract import IndexLossCall
 from dynaxx.trained.tokens.kernels.gpu.plan import QueryPlaces, query_places, query_tiles
 from dynaxx.trained.tokens.kernels.triton.divergence import (
     _attention_lse_kernel,
@@ -62,7 +63,7 @@ class Strip(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class Arguments:
     """The inputs of a call, as arguments of kernels."""
 
     attention: dict[str, Any]  # q, k and what belongs to them
@@ -76,61 +77,42 @@ class Call:
     stages: tuple[dict[str, int], dict[str, int]]  # what replaces the options of kernels, of the same two
 
 
-def index_loss(
-    index_q: Tensor,
-    index_k: Tensor,
-    weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    block_indices: Tensor | None,
-    spans: TokenSpans,
-    scale: float,
-    index_scale: float,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def index_loss(call: IndexLossCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the divergence and the chosen share of attention, both summed over queries, and gradients."""
-    most, step = max((d - c for c, d in pairwise(spans.ends_k)), default=0), MORE_KEYS * BLOCK_K
+    q = call.q
+    most, step = max((d - c for c, d in pairwise(call.spans.ends_k)), default=0), MORE_KEYS * BLOCK_K
     columns = -(-most // step) * step
     new = lambda *shape: torch.zeros(shape, device=q.device, dtype=torch.float32)
     if not (q.shape[0] and columns):
-        return new(), new(), [new(*x.shape) for x in (index_q, index_k, weights)] if needs_grad else []
-    parts = -(-index_q.shape[1] // HEADS_PER_PART)
-    grads = [new(*index_q.shape), new(parts, *index_k.shape), new(*weights.shape)] if needs_grad else []
-    call = _call(index_q, index_k, weights, q, k, spans, (scale, index_scale), columns, needs_grad)
+        return new(), new(), [new(*x.shape) for x in call[:3]] if call.needs_grad else []
+    parts = -(-call.index_q.shape[1] // HEADS_PER_PART)
+    shapes = (call.index_q.shape, (parts, *call.index_k.shape), call.weights.shape)
+    grads = [new(*shape) for shape in shapes] if call.needs_grad else []
+    given = _arguments(call, columns)
     lse = torch.empty(q.shape[1], q.shape[0], device=q.device, dtype=torch.float32)
-    _attention_lse_kernel[(len(call.places.queries.tiles), q.shape[1])](
-        **call.attention,
-        **call.where,
+    _attention_lse_kernel[(len(given.places.queries.tiles), q.shape[1])](
+        **given.attention,
+        **given.where,
         p_lse=lse,
         BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K,
-        PRECISION=call.precisions[0],
-        **(LSE | call.stages[0]),
+        PRECISION=given.precisions[0],
+        **(LSE | given.stages[0]),
     )
-    if block_indices is None:
-        return _over_all_keys(call, lse, grads)
-    return _over_chosen_keys(call, lse, block_indices.to(torch.int32).contiguous(), grads)
+    if call.block_indices is None:
+        return _over_all_keys(given, lse, grads)
+    return _over_chosen_keys(given, lse, call.block_indices.to(torch.int32).contiguous(), grads)
 
 
-def _call(
-    index_q: Tensor,
-    index_k: Tensor,
-    weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    spans: TokenSpans,
-    scales: tuple[float, float],
-    columns: int,
-    needs_grad: bool,
-) -> Call:
-    (q, k), (index_q, index_k) = _of_one_dtype(q, k), _of_one_dtype(index_q, index_k)
+def _arguments(call: IndexLossCall, columns: int) -> Arguments:
+    (q, k), (index_q, index_k) = _of_one_dtype(call.q, call.k), _of_one_dtype(call.index_q, call.index_k)
     q, k = unit_stride(q), unit_stride(k)
     attention = {
         "p_q": q,
         "p_k": k,
         "queries": q.shape[0],
         "group_size": q.shape[1] // k.shape[1],
-        "scale": scales[0] * LOG2E,
+        "scale": call.scale * LOG2E,
         "q_strides": packed_strides_of(q),
         "k_strides": packed_strides_of(k),
         "D": q.shape[2],
@@ -139,21 +121,20 @@ def _call(
     indexer = {
         "p_index_q": index_q.contiguous(),
         "p_index_k": index_k.contiguous(),
-        "p_weights": weights.float().contiguous(),
+        "p_weights": call.weights.float().contiguous(),
         "index_heads": index_q.shape[1],
-        "index_scale": scales[1] * LOG2E,
+        "index_scale": call.index_scale * LOG2E,
         "DI": index_q.shape[2],
         "BLOCK_DI": padded(index_q.shape[2]),
     }
-    places = _places(spans, q.device)
+    places = _places(call.spans, q.device)
     queries = places.queries
     where = {"p_tiles": queries.tiles, "p_position": queries.position, "p_first_key": queries.first_key}
-    precisions = (_precision(q), _precision(index_q))
-    stages = (_stages(q), _stages(index_q))
-    return Call(attention, indexer, where, places, spans, columns, needs_grad, precisions, stages)
+    precisions, stages = (_precision(q), _precision(index_q)), (_stages(q), _stages(index_q))
+    return Arguments(attention, indexer, where, places, call.spans, columns, call.needs_grad, precisions, stages)
 
 
-def _over_all_keys(call: Call, lse: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _over_all_keys(call: Arguments, lse: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     block_k = BLOCK_K if ONE_STAGE in call.stages else MORE_KEYS * BLOCK_K
     tile: dict[str, Any] = {"BLOCK_Q": BLOCK_Q, "BLOCK_K": block_k}
     index_lse, tiles_of_keys = torch.empty_like(lse[0]), call.columns // block_k
@@ -194,7 +175,7 @@ def _over_all_keys(call: Call, lse: Tensor, grads: list[Tensor]) -> tuple[Tensor
 
 
 def _over_chosen_keys(
-    call: Call, lse: Tensor, blocks: Tensor, grads: list[Tensor]
+    call: Arguments, lse: Tensor, blocks: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     slots, grain = blocks.shape[1], call.spans.block_size
     loss, mass = (torch.zeros_like(lse[0]) for _ in range(2))
@@ -240,7 +221,7 @@ def _over_chosen_keys(
     return loss.sum(), mass.sum(), _added(grads)
 
 
-def _write_gradients(call: Call, ds: Tensor, strip: Strip, grads: list[Tensor]) -> None:
+def _write_gradients(call: Arguments, ds: Tensor, strip: Strip, grads: list[Tensor]) -> None:
     """Write what a strip adds to the gradients; that of keys is one buffer per part of the heads."""
     dq, dk, dweights = grads
     heads, keys = call.indexer["index_heads"], call.indexer["p_index_k"].shape[0]
