@@ -52,6 +52,10 @@ TileGradients = Callable[..., GradientRows]  # like `narrow_rows`
 class Portion(NamedTuple):
     """Some tiles of queries and some kv heads, whose gradients one launch of each kernel computes."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dq: Tensor  # (T, Hq, D), of which these tiles and heads are written
     plan: TokenPlan
     heads: range  # kv heads
     tiles: range
@@ -59,6 +63,21 @@ class Portion(NamedTuple):
     arguments: dict[str, Any]  # arguments of all kernels by tile
     latent: bool  # whether v is the first part of k in memory, which is then read once
     joined: bool  # whether dv is added to the first columns of dk
+
+    @property
+    def own(self) -> int:
+        """Return the units of a kv head."""
+        return self.plan.units // self.k.shape[1]
+
+    @property
+    def units(self) -> int:
+        """Return the units of these heads."""
+        return len(self.heads) * self.own
+
+    @property
+    def first(self) -> dict[str, int]:
+        """Return the first tile and unit, as arguments of kernels."""
+        return {"first_tile": self.tiles.start, "first_unit": self.heads.start * self.own}
 
 
 class WideSteps(NamedTuple):
@@ -106,8 +125,7 @@ def token_backward(
         begin, found = _row_begins(plan, tiles, plan.units // kv_heads), None
         for first_head in range(0, kv_heads, heads_at_once):
             heads = range(first_head, min(first_head + heads_at_once, kv_heads))
-            portion = Portion(plan, heads, tiles, begin, shared | grads, latent, joined)
-            found_rows = tile_gradients((q, k, v), dq, portion)
+            found_rows = tile_gradients(Portion(q, k, v, dq, plan, heads, tiles, begin, shared | grads, latent, joined))
             if found is None or plan.lists.shape[1] > 1:  # otherwise all kv heads share their lists
                 group = KEYS_AT_ONCE if _by_products(found_rows) else 1
                 found = entries_of_keys(plan, heads, tiles, keys, kv_heads, group, begin)
@@ -197,96 +215,67 @@ def _parts_together(plan: TokenPlan) -> int:
     return together
 
 
-def narrow_rows(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    dq: Tensor,
-    portion: Portion,
-) -> GradientRows:
+def narrow_rows(portion: Portion) -> GradientRows:
     """Write dq of some tiles and kv heads; return their rows."""
-    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
-    q, k, v = inputs
-    own, parts, gpu = plan.units // k.shape[1], plan.rows.parts, gpu_of(q.device)
+    q, k, v, dq, plan, *_ = portion
+    parts, gpu = plan.rows.parts, gpu_of(q.device)
     width = plan.lists.shape[2] * plan.block_size
-    rows = q.new_empty(len(heads) * len(tiles) * own * parts * width, q.shape[2] + v.shape[2])
-    _token_bwd_kernel[(len(tiles), len(heads) * own, parts)](
+    rows = q.new_empty(portion.units * len(portion.tiles) * parts * width, q.shape[2] + v.shape[2])
+    _token_bwd_kernel[(len(portion.tiles), portion.units, parts)](
         q,
         k,
         v,
         p_dq=dq,
         p_rows=rows,
-        first_tile=tiles.start,
-        first_unit=heads.start * own,
         dq_strides=packed_strides_of(dq),
-        **arguments,
+        **portion.first,
+        **portion.arguments,
         **backward_launch(max(q.shape[2], v.shape[2]), q.itemsize, gpu).options(gpu),
     )
     return GradientRows(rows, parts)
 
 
-def write_scores(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    weights: Tensor,
-    ds: Tensor,
-    portion: Portion,
-) -> None:
+def _wide_rows(portion: Portion, steps: WideSteps) -> GradientRows:
+    """Do what `narrow_rows` does, in the three steps of `wide.py`."""
+    q, _, v, _, plan, *_ = portion
+    parts, width = plan.rows.parts, plan.lists.shape[2] * plan.block_size
+    together, lists = _parts_together(plan), len(portion.tiles) * portion.units
+    weights, ds = (q.new_empty(lists * parts * plan.rows.rows, width) for _ in range(2))
+    steps.scores(portion, weights, ds)
+    steps.dq(portion, ds, together)
+    columns = q.shape[2] + (0 if portion.joined else v.shape[2])
+    buffer = q.new_empty(lists * parts // together * width, columns)
+    steps.rows(portion, weights, ds, buffer, together)
+    return GradientRows(buffer, parts // together)
+
+
+def write_scores(portion: Portion, weights: Tensor, ds: Tensor) -> None:
     """Write p and ds (tiles * units * parts * rows, entries of a list) of some tiles and kv heads."""
-    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
-    q, k, v = inputs
-    own, gpu = plan.units // k.shape[1], gpu_of(q.device)
-    _token_scores_kernel[(len(tiles), len(heads) * own, plan.rows.parts)](
+    q, k, v, _, plan, *_ = portion
+    gpu = gpu_of(q.device)
+    _token_scores_kernel[(len(portion.tiles), portion.units, plan.rows.parts)](
         q,
         k,
         v,
         p_weights=weights,
         p_ds=ds,
         LATENT=portion.latent,
-        first_tile=tiles.start,
-        first_unit=heads.start * own,
-        **arguments,
+        **portion.first,
+        **portion.arguments,
         **wide_launches(q.itemsize, portion.latent, gpu)[0].options(gpu),
     )
 
 
-def _wide_rows(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    dq: Tensor,
-    portion: Portion,
-    steps: WideSteps,
-) -> GradientRows:
-    """Do what `narrow_rows` does, in the three steps of `wide.py`."""
-    plan, heads, tiles = portion.plan, portion.heads, portion.tiles
-    q, k, v = inputs
-    own, parts, rows = plan.units // k.shape[1], plan.rows.parts, plan.rows.rows
-    width = plan.lists.shape[2] * plan.block_size
-    units = len(heads) * own
-    together = _parts_together(plan)
-    weights, ds = (q.new_empty(len(tiles) * units * parts * rows, width) for _ in range(2))
-    steps.scores(inputs, weights, ds, portion)
-    steps.dq(inputs, dq, ds, portion, together)
-    columns = q.shape[2] + (0 if portion.joined else v.shape[2])
-    buffer = q.new_empty(len(tiles) * units * parts // together * width, columns)
-    steps.rows(inputs, (weights, ds), buffer, portion, together)
-    return GradientRows(buffer, parts // together)
-
-
-def write_dq(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    dq: Tensor,
-    ds: Tensor,
-    portion: Portion,
-    together: int,
-) -> None:
+def write_dq(portion: Portion, ds: Tensor, together: int) -> None:
     """Write dq of some tiles and kv heads; a program multiplies `together` parts of a tile."""
-    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
-    q, k, v = inputs
-    own, gpu = plan.units // k.shape[1], gpu_of(q.device)
-    d_a, d_b = widths(q.shape[2])
-    only = ("k_strides", *PLACE, *TILE)
-    _token_dq_kernel[(len(tiles), len(heads) * own, 2 * plan.rows.parts // together)](
+    q, k, v, dq, plan, *_ = portion
+    (d_a, d_b), gpu = widths(q.shape[2]), gpu_of(q.device)
+    _token_dq_kernel[(len(portion.tiles), portion.units, 2 * plan.rows.parts // together)](
         k,
         dq,
         ds,
-        **{name: arguments[name] for name in only},
+        **{name: portion.arguments[name] for name in ("k_strides", *PLACE, *TILE)},
+        **portion.first,
         dq_strides=packed_strides_of(dq),
         D_A=d_a,
         D_B=d_b,
@@ -294,38 +283,27 @@ def write_dq(
         HALF_B=max(16, d_b // 2),
         BOTH=plan.rows.rows * together,
         HALVES=2,
-        first_tile=tiles.start,
-        first_unit=heads.start * own,
         **wide_launches(q.itemsize, v.shape[2] < q.shape[2], gpu)[1].options(gpu),
     )
 
 
-def write_rows(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    scores: tuple[Tensor, Tensor],
-    buffer: Tensor,
-    portion: Portion,
-    together: int,
-) -> None:
-    """Write the rows of dk and dv of some tiles and kv heads; `scores` are p and ds."""
-    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
-    q, k, _ = inputs
-    own = plan.units // k.shape[1]
+def write_rows(portion: Portion, weights: Tensor, ds: Tensor, buffer: Tensor, together: int) -> None:
+    """Write the rows of dk and dv of some tiles and kv heads; `weights` and `ds` come from `write_scores`."""
+    q, plan, arguments = portion.q, portion.plan, portion.arguments
     by_key = wide_launches(q.itemsize, portion.joined, gpu_of(q.device))[2]
     chunks = -(-plan.lists.shape[2] * plan.block_size // by_key.block_n)
-    only = ("q_strides", "do_strides", "E", *PLACE, *TILE)
-    _token_rows_kernel[(len(tiles) * chunks, len(heads) * own, plan.rows.parts // together)](
+    _token_rows_kernel[(len(portion.tiles) * chunks, portion.units, plan.rows.parts // together)](
         q,
         arguments["p_do"],
-        *scores,
+        weights,
+        ds,
         buffer,
-        **{name: arguments[name] for name in only},
+        **{name: arguments[name] for name in ("q_strides", "do_strides", "E", *PLACE, *TILE)},
+        **portion.first,
         chunks=chunks,
         BOTH=plan.rows.rows * together,
         BLOCK_D=16 if q.itemsize == 4 else 64,
         LATENT=portion.joined,
-        first_tile=tiles.start,
-        first_unit=heads.start * own,
         BLOCK_N=by_key.block_n,
         num_warps=by_key.num_warps,
         num_stages=by_key.prefetch + 1,

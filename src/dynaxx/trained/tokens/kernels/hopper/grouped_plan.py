@@ -121,23 +121,17 @@ def forward(
     return out, lse
 
 
-def narrow_rows(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    dq: Tensor,
-    portion: Portion,
-) -> GradientRows:
+def narrow_rows(portion: Portion) -> GradientRows:
     """Do what `gpu.tokens.gradients.narrow_rows` does, for a `GroupedPlan`."""
-    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
-    q, k, v = inputs
-    own = plan.units // k.shape[1]
+    q, k, v, dq, plan, _, tiles, *_ = portion
     assert isinstance(plan, GroupedPlan), "`prepare` makes them"
     assert plan.rooms is not None, "so are these"
     assert portion.begin is not None, "as there are rooms"
-    rows_of_head = own * (plan.rooms.before[tiles.stop] - plan.rooms.before[tiles.start])
-    rows = q.new_empty(len(heads) * rows_of_head, q.shape[2] + v.shape[2])
+    rows_of_head = portion.own * (plan.rooms.before[tiles.stop] - plan.rooms.before[tiles.start])
+    rows = q.new_empty(len(portion.heads) * rows_of_head, q.shape[2] + v.shape[2])
     only = ("p_do", "p_lse", "p_delta", "lists", "queries", "units", "select_heads", "kv_heads", "slots", "group_size",
             "scale", "q_strides", "k_strides", "v_strides", "do_strides", "D", "PART")  # fmt: skip
-    _token_grouped_rows_kernel[(len(tiles), len(heads) * own)](
+    _token_grouped_rows_kernel[(len(tiles), portion.units)](
         q,
         k,
         v,
@@ -146,12 +140,11 @@ def narrow_rows(
         p_apart=plan.apart,
         p_begin=portion.begin,
         rows=rows_of_head,
-        first_tile=tiles.start,
-        first_unit=heads.start * own,
-        own_units=own,
+        own_units=portion.own,
         dq_strides=packed_strides_of(dq),
         num_warps=grouped_rows.WARPS,
         maxnreg=grouped_rows.MAX_REGISTERS,
-        **{name: arguments[name] for name in only},
+        **portion.first,
+        **{name: portion.arguments[name] for name in only},
     )
     return GradientRows(rows, by_thread=True)

@@ -124,17 +124,11 @@ def _steps(saved: SavedForward, plan: TokenPlan, softcap: float | None) -> WideS
     return WideSteps(_write_scores, _write_dq, _write_rows)
 
 
-def _write_dq(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    dq: Tensor,
-    ds: Tensor,
-    portion: Portion,
-    together: int,
-) -> None:
-    plan, tiles, arguments = portion.plan, portion.tiles, portion.arguments
+def _write_dq(portion: Portion, ds: Tensor, together: int) -> None:
+    plan, dq = portion.plan, portion.dq
     pairs = plan.rows.parts // 2
-    _token_latent_dq_kernel[(2 * pairs * len(tiles),)](
-        inputs[1],
+    _token_latent_dq_kernel[(2 * pairs * len(portion.tiles),)](
+        portion.k,
         dq,
         ds,
         plan.lists,
@@ -144,33 +138,28 @@ def _write_dq(
         width=ds.shape[1],
         group_size=dq.shape[1],
         pairs=pairs,
-        first_query=tiles.start,
-        k_strides=arguments["k_strides"],
+        first_query=portion.tiles.start,
+        k_strides=portion.arguments["k_strides"],
         dq_strides=packed_strides_of(dq),
         num_warps=latent_dq.WARPS,
         maxnreg=latent_dq.MAX_REGISTERS,
     )
 
 
-def _write_rows(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    scores: tuple[Tensor, Tensor],
-    buffer: Tensor,
-    portion: Portion,
-    together: int,
-) -> None:
-    plan, tiles, arguments = portion.plan, portion.tiles, portion.arguments
+def _write_rows(portion: Portion, weights: Tensor, ds: Tensor, buffer: Tensor, together: int) -> None:
+    plan, arguments = portion.plan, portion.arguments
     pairs = plan.rows.parts // 2
-    _token_latent_rows_kernel[(2 * pairs * len(tiles),)](
-        inputs[0],
+    _token_latent_rows_kernel[(2 * pairs * len(portion.tiles),)](
+        portion.q,
         arguments["p_do"],
-        *scores,
+        weights,
+        ds,
         buffer,
         slots=plan.lists.shape[2],
-        width=scores[0].shape[1],
-        group_size=inputs[0].shape[1],
+        width=weights.shape[1],
+        group_size=portion.q.shape[1],
         pairs=pairs,
-        first_query=tiles.start,
+        first_query=portion.tiles.start,
         q_strides=arguments["q_strides"],
         do_strides=arguments["do_strides"],
         num_warps=latent_rows.WARPS,
@@ -178,28 +167,22 @@ def _write_rows(
     )
 
 
-def _write_scores(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    weights: Tensor,
-    ds: Tensor,
-    portion: Portion,
-) -> None:
-    plan, tiles, arguments = portion.plan, portion.tiles, portion.arguments
-    q, k, _ = inputs
+def _write_scores(portion: Portion, weights: Tensor, ds: Tensor) -> None:
+    plan = portion.plan
     only = ("p_do", "p_lse", "p_delta", "scale", "queries", "slots", "q_strides", "k_strides", "do_strides")
-    _token_latent_scores_kernel[(len(tiles) * plan.rows.parts,)](
-        q,
-        k,
+    _token_latent_scores_kernel[(len(portion.tiles) * plan.rows.parts,)](
+        portion.q,
+        portion.k,
         p_weights=weights,
         p_ds=ds,
         p_chosen=plan.lists,
         p_position=plan.position,
         p_first_key=plan.first_key,
         width=ds.shape[1],
-        group_size=q.shape[1],
+        group_size=portion.q.shape[1],
         parts=plan.rows.parts,
-        first_query=tiles.start,
+        first_query=portion.tiles.start,
         num_warps=latent_scores.WARPS,
         maxnreg=latent_scores.MAX_REGISTERS,
-        **{name: arguments[name] for name in only},
+        **{name: portion.arguments[name] for name in only},
     )
