@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,26 @@ from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_sinks, check_softcap
 from dynaxx.ops.dispatch import backend_for, score_options
+
+
+class Gradients(NamedTuple):
+    """What a backward pass starts from: the gradients of out and lse, the inputs, and the results."""
+
+    do: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def part(
+        self, heads: slice, k: Tensor, v: Tensor, rows: Callable[[Tensor, int], Tensor] = lambda x, dim: x
+    ) -> Gradients:
+        """Return the part of some q heads over these keys and values; `rows` takes queries along a dimension."""
+        by_token, by_head = (lambda x: rows(x[:, :, heads], 1)), (lambda x: rows(x[:, heads], 2))
+        dlse = None if self.dlse is None else by_head(self.dlse)
+        return Gradients(by_token(self.do), dlse, by_token(self.q), k, v, by_token(self.out), by_head(self.lse))
 
 
 @dataclass(frozen=True)
@@ -67,20 +87,11 @@ class Call:
         )
         return found
 
-    def backward(
-        self,
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        layout: BlockLayout,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: Gradients, layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of one layout."""
-        found: tuple[Tensor, Tensor, Tensor] = self._kernels(q, k, v, layout).attention_backward(
-            do, dlse, q, k, v, out, lse, layout, self.scale, **score_options(self.softcap)
+        kernels = self._kernels(given.q, given.k, given.v, layout)
+        found: tuple[Tensor, Tensor, Tensor] = kernels.attention_backward(
+            *given, layout, self.scale, **score_options(self.softcap)
         )
         return found
 
@@ -91,7 +102,7 @@ class Call:
 
 
 Forward = Callable[..., tuple[Tensor, Tensor | None, Any]]  # (q, k, v, call) -> out, lse, what backward needs
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # (do, dlse, q, k, v, out, lse, call, that) -> dq, dk, dv
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # (`Gradients`, call, that) -> dq, dk, dv
 
 
 def attend(
@@ -128,6 +139,6 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        do = torch.zeros_like(out) if do is None else do
-        return None, None, *ctx.backward_pass(do, dlse, q, k, v, out, lse, ctx.call, ctx.kept), None
+        saved = ctx.saved_tensors
+        given = Gradients(torch.zeros_like(saved[3]) if do is None else do, dlse, *saved)
+        return None, None, *ctx.backward_pass(given, ctx.call, ctx.kept), None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.distributed.by_rule.settings import Form, RuleCall
-from dynaxx.distributed.call import Call, attend
+from dynaxx.distributed.call import Call, Gradients, attend
 from dynaxx.distributed.exchange import Buffers
 from dynaxx.distributed.gather import ReturningRuns, Run, WholeGathering, sum_of_runs
 from dynaxx.distributed.group import Mesh, group_of
@@ -134,18 +135,9 @@ class _RuleStages(Stages[_Selected]):
         return torch.cat([torch.cat(runs, 2) if len(runs) > 1 else runs[0] for runs in self._lse], 1)
 
 
-def rule_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: RuleCall,
-    chosen: list[BlockLayout],
-) -> tuple[Tensor, Tensor, Tensor]:
+def rule_backward(given: Gradients, call: RuleCall, chosen: list[BlockLayout]) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of own tokens; `chosen` are the layouts of all stages and runs from `rule_forward`."""
+    q, k, v = given.q, given.k, given.v
     group_size, layouts = q.shape[2] // k.shape[2], iter(chosen)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     parts, runs, dims = call.stages_of_heads(k.shape[2]), call.runs, [k.shape[-1], v.shape[-1]]
@@ -160,11 +152,9 @@ def rule_backward(
         q_heads = slice(parts[i].start * group_size, parts[i].stop * group_size)
         of_runs: list[tuple[Sequence[Tensor], int]] = []
         for run in runs:
-            own, layout = (slice(None), slice(run.first, run.last), q_heads), next(layouts)
-            seen = keys[:, : run.keys], values[:, : run.keys]
-            dlse_of_run = None if dlse is None else dlse[:, q_heads, run.first : run.last]
-            lse_of_run = lse[:, q_heads, run.first : run.last]
-            dq[own], *grads = call.backward(do[own], dlse_of_run, q[own], *seen, out[own], lse_of_run, layout)
+            rows = partial(torch.narrow, start=run.first, length=run.last - run.first)
+            part = given.part(q_heads, keys[:, : run.keys], values[:, : run.keys], rows)
+            dq[:, run.first : run.last, q_heads], *grads = call.backward(part, next(layouts))
             of_runs.append((grads, run.keys))
         return of_runs
 
