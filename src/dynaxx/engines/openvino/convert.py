@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from dynaxx.arguments import typed
 from dynaxx.engines.openvino.cached import convert_with_cache, repeated
 from dynaxx.engines.openvino.packages import openvino
+from dynaxx.engines.portable import PortableModel
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.decoder import Decoder, window_of
 
-NAME = "dynaxx_openvino"  # name in the registry of transformers
 SAMPLE = 160  # tokens of the traced prompt
 
 
@@ -53,8 +53,7 @@ def to_openvino(model: nn.Module, *, all_logits: bool = False, cache: bool = Fal
         raise UnsupportedInputError(found.facts.model_type, {"openvino": [f"layers {windows} have their own windows"]})
     if cache:
         return convert_with_cache(model, all_logits=all_logits)
-    with _causal_attention(found.owner):
-        return convert_prefill(_Prefill(model, all_logits))
+    return convert_prefill(Prompts(PortableModel(model, attend=_attend, last_logits=not all_logits)))
 
 
 def convert_prefill(module: nn.Module, *, traced_from: int = 2) -> Any:
@@ -80,45 +79,24 @@ def convert_prefill(module: nn.Module, *, traced_from: int = 2) -> Any:
     return converted
 
 
-class _Prefill(nn.Module):
+class Prompts(nn.Module):
     """Module that computes the logits of a prompt."""
 
-    def __init__(self, model: nn.Module, all_logits: bool) -> None:
+    def __init__(self, portable: PortableModel) -> None:
         super().__init__()
-        self.model, self.kept = model, {} if all_logits else {"logits_to_keep": 1}
+        self.portable = portable
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        # Without positions, transformers would look for packed sequences in the ids.
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        logits: Tensor = self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **self.kept).logits
+        """Return the logits of (batch, seqlen) tokens."""
+        logits: Tensor = self.portable(input_ids, [])[0]
         return logits
 
 
-@contextlib.contextmanager
-def _causal_attention(owner: Any) -> Iterator[None]:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
-    before = owner.config._attn_implementation
-    owner.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        owner.set_attn_implementation(before)
-
-
-def _attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    wrong = [name for name in ("softcap", "s_aux", "sinks", "position_bias") if kwargs.get(name) is not None]
-    if wrong:
-        raise UnsupportedInputError(type(module).__name__, {"openvino": [f"{name} is not served" for name in wrong]})
+def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = (repeated(x, groups) for x in (k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs.get("scaling"))
-    return out.transpose(1, 2).contiguous(), None
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2).contiguous()
 
 
 @contextlib.contextmanager

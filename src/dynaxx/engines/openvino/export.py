@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dynaxx
 from dynaxx.arguments import typed
-from dynaxx.engines.openvino.convert import convert_prefill, to_openvino
+from dynaxx.engines.openvino.convert import Prompts, convert_prefill, to_openvino
 from dynaxx.engines.openvino.insert import insert_policy
 from dynaxx.engines.openvino.packages import openvino
 from dynaxx.engines.openvino.running import OpenVinoHandle
@@ -172,18 +172,6 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     )
 
 
-class _Portable(nn.Module):
-    """Logits of a prompt, its attention in plain operators."""
-
-    def __init__(self, portable: PortableModel) -> None:
-        super().__init__()
-        self.portable = portable
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.portable(input_ids, [])[0]
-        return logits
-
-
 def _converted(model: nn.Module, policy: Policy | None, form: Form, all_logits: bool, cache: bool) -> tuple[Any, str]:
     if form == "portable" and cache:
         raise UnsupportedInputError("a portable export", {"openvino": ["it has no cache: use form='custom'"]})
@@ -193,7 +181,7 @@ def _converted(model: nn.Module, policy: Policy | None, form: Form, all_logits: 
         raise UnsupportedInputError("a portable export", {"openvino": [reason]})
     if policy is not None and form != "custom" and not border and not cache:
         try:
-            portable = _Portable(PortableModel(model, policy, last_logits=not all_logits))
+            portable = Prompts(PortableModel(model, policy, last_logits=not all_logits))
             return convert_prefill(portable, traced_from=CHUNK + 1), "portable"
         except UnsupportedInputError:
             if form == "portable":

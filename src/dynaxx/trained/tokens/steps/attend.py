@@ -138,16 +138,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_results(q, v)
 
 
-def _traced_step(
-    q: Tensor,
-    cache: PagedCache,
-    block_indices: Tensor,
-    block_size: int,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def _traced_step(q: Tensor, cache: PagedCache, *settings: Any) -> tuple[Tensor, Tensor]:
     """Return out and lse by the op.
 
     Raises:
@@ -157,6 +148,5 @@ def _traced_step(
         raise ValueError("`cache` must have no exact tokens under torch.compile; decode with them eagerly")
     scales = [x for x in (cache.k_scale, cache.v_scale) if x is not None]
     return selected_decode_op(
-        q, cache.k, cache.v, cache.seqused_k, cache.page_table, cache.page_size, cache.leftpad_k, scales,
-        block_indices, block_size, scale, softcap, sinks, backend,
+        q, cache.k, cache.v, cache.seqused_k, cache.page_table, cache.page_size, cache.leftpad_k, scales, *settings
     )  # fmt: skip
