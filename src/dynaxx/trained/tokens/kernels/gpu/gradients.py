@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.device import gpu_of, padded, processors
-from dynaxx.kernels.runtime.arguments import packed_strides_of
+from dynaxx.kernels.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.trained.tokens.kernels.gpu.backward import _token_bwd_kernel, _token_delta_kernel
 from dynaxx.trained.tokens.kernels.gpu.config import (
     MAX_BY_PRODUCTS,
@@ -27,7 +27,7 @@ from dynaxx.trained.tokens.kernels.gpu.config import (
     widths,
 )
 from dynaxx.trained.tokens.kernels.gpu.entries import KeyPlaces, entries_of_keys
-from dynaxx.trained.tokens.kernels.gpu.plan import TokenPlan
+from dynaxx.trained.tokens.kernels.gpu.plan import TokenPlan, shared_arguments, shares_rows
 from dynaxx.trained.tokens.kernels.gpu.sums import KEYS_AT_ONCE, _token_sum_kernel, _token_sums_kernel
 from dynaxx.trained.tokens.kernels.gpu.wide import _token_dq_kernel, _token_rows_kernel, _token_scores_kernel
 
@@ -93,8 +93,7 @@ def token_backward(
     dlse: Tensor,
     saved: SavedForward,
     plan: TokenPlan,
-    shared: dict[str, Any],
-    latent: bool,
+    settings: tuple[float, float | None],
     joined: bool,
     steps: WideSteps | TileGradients | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -105,19 +104,22 @@ def token_backward(
         dlse: (Hq, T).
         saved: the forward.
         plan: the selection.
-        shared: arguments of all kernels by tile.
-        latent: whether v is the first part of k in memory, which is then read once.
-        joined: whether to add dv to the first columns of dk; only if `latent`.
+        settings: scale and softcap.
+        joined: whether to add dv to the first columns of dk: v is the first part of k, and head_dim above `WIDE`.
         steps: what to use instead of the functions of this module: three steps above `WIDE`, else one function.
     """
-    q, k, v, out, lse = saved
+    do, q, k, v, out = (unit_stride(x) for x in (do, *saved[:4]))
+    if not (q.shape[0] and k.shape[0] and plan.lists.shape[2]):
+        return torch.zeros_like(q), [torch.zeros_like(x) for x in ((k,) if joined else (k, v))]
+    lse, latent = saved.lse.contiguous(), shares_rows(k, v)
     delta = _delta(do, dlse, out, lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     keys, kv_heads = k.shape[:2]
     pieces = _pieces(plan, q, 0 if joined else v.shape[2], k)
     targets = [dk] if joined else [dk, dv]
     sums = targets if len(pieces) == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
-    grads = {"p_do": do, "p_lse": lse, "p_delta": delta, "do_strides": packed_strides_of(do)}
+    arguments = shared_arguments(q, k, v, plan, *settings)
+    arguments |= {"p_do": do, "p_lse": lse, "p_delta": delta, "do_strides": packed_strides_of(do)}
     if isinstance(steps, WideSteps) or (steps is None and max(q.shape[2], v.shape[2]) > WIDE):
         steps = partial(_wide_rows, steps=steps or WideSteps(write_scores, write_dq, write_rows))
     tile_gradients = steps or narrow_rows
@@ -125,7 +127,7 @@ def token_backward(
         begin, found = _row_begins(plan, tiles, plan.units // kv_heads), None
         for first_head in range(0, kv_heads, heads_at_once):
             heads = range(first_head, min(first_head + heads_at_once, kv_heads))
-            found_rows = tile_gradients(Portion(q, k, v, dq, plan, heads, tiles, begin, shared | grads, latent, joined))
+            found_rows = tile_gradients(Portion(q, k, v, dq, plan, heads, tiles, begin, arguments, latent, joined))
             if found is None or plan.lists.shape[1] > 1:  # otherwise all kv heads share their lists
                 group = KEYS_AT_ONCE if _by_products(found_rows) else 1
                 found = entries_of_keys(plan, heads, tiles, keys, kv_heads, group, begin)

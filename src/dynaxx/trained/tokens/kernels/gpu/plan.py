@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.kernels.device import gpu_of, power_of_two, processors
+from dynaxx.kernels.runtime.arguments import packed_strides_of
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
-from dynaxx.trained.tokens.kernels.gpu.config import TileRows, tile_rows
+from dynaxx.trained.tokens.kernels.gpu.config import TileRows, tile_rows, widths
+from dynaxx.trained.tokens.kernels.gpu.primitives import ListTables
 from dynaxx.trained.tokens.kernels.gpu.unions import _token_union_kernel
 from dynaxx.trained.tokens.spans import TokenSpans
 
@@ -152,3 +154,50 @@ def _unions(
         num_warps=WARPS,
     )
     return lists, marks, counts
+
+
+def shares_rows(k: Tensor, v: Tensor) -> bool:
+    """Return whether values are the first part of the keys, in the same memory, as in latent attention (MLA)."""
+    same = k.data_ptr() == v.data_ptr() and k.dtype == v.dtype and same_rows(k, v)
+    return same and k.shape[2] > v.shape[2] and v.shape[2] == widths(k.shape[2])[0] == widths(v.shape[2])[0]
+
+
+def same_rows(k: Tensor, v: Tensor) -> bool:
+    """Return whether k and v have equal strides; the stride of a dimension of length 1 does not matter."""
+    return k.shape[:-1] == v.shape[:-1] and all(
+        a == b or size == 1 for a, b, size in zip(k.stride(), v.stride(), v.shape, strict=True)
+    )
+
+
+def shared_arguments(
+    q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, scale: float, softcap: float | None
+) -> dict[str, Any]:
+    """Return the arguments that kernels by tile of queries share."""
+    (d_a, d_b), (e_a, e_b) = widths(q.shape[2]), widths(v.shape[2])
+    counts = plan.lists if plan.counts is None else plan.counts
+    return {
+        "lists": ListTables(plan.lists, plan.marks, counts, plan.tiles, plan.position, plan.first_key),
+        "queries": q.shape[0],
+        "units": plan.units,
+        "select_heads": plan.lists.shape[1],
+        "kv_heads": k.shape[1],
+        "slots": plan.lists.shape[2],
+        "group_size": q.shape[1] // plan.units,
+        "scale": scale,
+        "softcap": softcap or 1.0,
+        "q_strides": packed_strides_of(q),
+        "k_strides": packed_strides_of(k),
+        "v_strides": packed_strides_of(v),
+        "D": q.shape[2],
+        "E": v.shape[2],
+        "D_A": d_a,
+        "D_B": d_b,
+        "E_A": e_a,
+        "E_B": e_b,
+        "GRAIN": plan.block_size,
+        "PER_TILE": plan.rows.per_tile,
+        "PART": plan.rows.part,
+        "ROWS": plan.rows.rows,
+        "CAPPED": softcap is not None,
+        "EXACT": q.dtype == torch.float32,
+    }

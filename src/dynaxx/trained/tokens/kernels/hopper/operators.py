@@ -10,8 +10,8 @@ from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.sinks import include_sinks
 from dynaxx.trained.tokens.kernels.gpu import operators as portable
-from dynaxx.trained.tokens.kernels.gpu.gradients import Portion, WideSteps, write_dq, write_rows
-from dynaxx.trained.tokens.kernels.gpu.plan import TokenPlan
+from dynaxx.trained.tokens.kernels.gpu.gradients import Portion, WideSteps, token_backward, write_dq, write_rows
+from dynaxx.trained.tokens.kernels.gpu.plan import TokenPlan, shares_rows
 from dynaxx.trained.tokens.kernels.hopper import grouped_plan, latent, latent_dq, latent_rows, latent_scores
 from dynaxx.trained.tokens.kernels.hopper.gather import REST, ROWS, WIDE
 from dynaxx.trained.tokens.kernels.hopper.grouped_plan import GroupedPlan, prepare
@@ -75,14 +75,14 @@ def backward(
     if isinstance(plan, GroupedPlan):
         if softcap is None:
             steps = grouped_plan.narrow_rows
-            dq, grads = portable.gradients(do, dlse, saved, plan, (scale, None), False, steps)
+            dq, grads = token_backward(do, dlse, saved, plan, (scale, None), False, steps)
             return dq, grads[0], grads[1]
         plan = plan.portable(saved.q, saved.k, saved.v)
     wide_steps = _steps(saved, plan, softcap)
     if wide_steps is not None:
         saved, do = saved._replace(q=_aligned(unit_stride(saved.q))), _aligned(unit_stride(do))
         wide_steps = wide_steps._replace(rows=write_rows)
-    dq, grads = portable.gradients(do, dlse, saved, plan, (scale, softcap), False, wide_steps)
+    dq, grads = token_backward(do, dlse, saved, plan, (scale, softcap), False, wide_steps)
     return dq, grads[0], grads[1]
 
 
@@ -96,7 +96,7 @@ def latent_backward(
     if steps is None:
         return portable.latent_backward(do, dlse, saved, plan, scale, softcap)
     saved, do = saved._replace(q=_aligned(unit_stride(saved.q))), _aligned(unit_stride(do))
-    dq, grads = portable.gradients(do, dlse, saved, plan, (scale, softcap), True, steps)
+    dq, grads = token_backward(do, dlse, saved, plan, (scale, softcap), True, steps)
     return dq, grads[0]
 
 
@@ -112,7 +112,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> bool:
     widths = (q.shape[2], v.shape[2]) == (WIDE.value + REST.value, WIDE.value)
     alone = k.shape[1] == plan.lists.shape[1] == plan.rows.per_tile == plan.block_size == 1
     steps = k.stride(0) % 16 == 0 and k.data_ptr() % 16 == 0  # rows are copied 16 bytes at a time
-    return widths and alone and steps and plan.rows.rows == ROWS.value and portable.shares_rows(k, v)
+    return widths and alone and steps and plan.rows.rows == ROWS.value and shares_rows(k, v)
 
 
 def _steps(saved: SavedForward, plan: TokenPlan, softcap: float | None) -> WideSteps | None:
