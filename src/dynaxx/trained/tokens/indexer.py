@@ -192,8 +192,7 @@ class _IndexLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        *inputs, kernels = given
-        call = IndexLossCall(*inputs, needs_grad=any(ctx.needs_input_grad[:3]))
+        kernels, call = given[-1], IndexLossCall._make((*given[:-1], any(ctx.needs_input_grad[:3])))
         with torch.autocast(call.q.device.type, enabled=False):  # pieces multiply in fp32 at least
             total, covered, grads = kernels.index_loss(call)
         ctx.save_for_backward(*grads)

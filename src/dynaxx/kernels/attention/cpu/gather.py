@@ -31,6 +31,10 @@ class Row(NamedTuple):
     keys: Tensor  # (S,) int64
     visible: Tensor  # (queries, S) bool
 
+    def seen(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the keys or the values that the row visits, (B, S, 1, head_dim)."""
+        return x[self.batch, :, self.kv_head][:, self.keys].to(dtype)
+
     def bias(self, table: Tensor | None, seqlen_k: int) -> Tensor | None:
         """Return the bias of the row's pairs, (B, heads, queries, S); None for None."""
         return None if table is None else table[self.batch, self.heads, self.entries(seqlen_k)]
@@ -59,9 +63,9 @@ def attention_forward(
         lse[:] = sinks.to(dtype)[:, None]
     for row in _rows(layout, q.shape[2], k.shape[2]):
         heads = row.heads.stop - row.heads.start
-        seen = (x[row.batch, :, row.kv_head][:, row.keys].to(dtype).expand(-1, -1, heads, -1) for x in (k, v))
+        keys, values = (row.seen(x, dtype).expand(-1, -1, heads, -1) for x in (k, v))
         own, logits = q[row.batch, row.queries, row.heads], None if sinks is None else sinks[row.heads]
-        found = masked_attention(own, *seen, row.visible, scale, softcap, logits, row.bias(bias, k.shape[1]))
+        found = masked_attention(own, keys, values, row.visible, scale, softcap, logits, row.bias(bias, k.shape[1]))
         out[row.batch, row.queries, row.heads], lse[row.batch, row.heads, row.queries] = found
     return out, lse
 
@@ -85,8 +89,8 @@ def attention_backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
     for row in _rows(layout, q.shape[2], k.shape[2]):
         own, of_rows = (row.batch, row.queries, row.heads), (row.batch, row.heads, row.queries)
-        seen = (x[row.batch, :, row.kv_head][:, row.keys].to(lse.dtype) for x in (k, v))
-        saved = SavedForward(q[own].to(lse.dtype), *seen, out[own], lse[of_rows])
+        keys, values = (row.seen(x, lse.dtype) for x in (k, v))
+        saved = SavedForward(q[own].to(lse.dtype), keys, values, out[own], lse[of_rows])
         dlse_here, of_pairs = None if dlse is None else dlse[of_rows], row.bias(bias, k.shape[1])
         grads = masked_gradients(do[own], dlse_here, saved, row.visible, scale, softcap, of_pairs)
         dq[own] = grads[0]
