@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of
 from dynaxx.video.tune.sampling import MAX_PSNR, Sample, Sampler, psnr, relative_error
 
 TRUSTS = (0.0, 0.5, 1.0)  # how far differences between cells are trusted; the latents decide
+FACTORS = (4.0, 0.25, 2.0, 0.5)  # tried on the losses of each part of the denoising and each group of layers
 
 
 class Trial(NamedTuple):
@@ -41,36 +43,59 @@ class Search:
         self.costs: Costs = measure_costs(sampler, space, cases, self.dense)
         # A cell counts by its share of the steps. Its loss is already that of all its steps.
         parts = [(last - first) * len(space.ranges) for first, last in space.ranges]
-        share = self.costs.density.new_tensor(parts)[None, :, None, None]
-        density = (self.costs.density * share).flatten(1)
-        losses = (_tempered(self.costs.loss, trust).flatten(1) for trust in TRUSTS)
-        self._allocators = [Allocator(density, loss) for loss in losses]
+        self._density = self.costs.density * self.costs.density.new_tensor(parts)[None, :, None, None]
+
+    @property
+    def least_density(self) -> float:
+        """Return the smallest mean density."""
+        return float(self._density.flatten(1).amin(0).mean())
 
     def best(self, density: float) -> Trial:
         """Return the trial of the best policy at a mean density, among those of all `TRUSTS`."""
-        trials = []
-        for allocator in self._allocators:
-            choice = allocator.at(max(density, allocator.least_density)).choice.view(self.costs.density.shape[1:])
-            policy = policy_of(self.sampler, self.space, list(self._rules(choice)))
-            trials.append(trial(self.sampler, policy, self.cases, self.dense))
-        return max(trials, key=lambda found: found.psnr)
+        losses = (_tempered(self.costs.loss, trust) for trust in TRUSTS)
+        return max((self._trial(density, loss) for loss in losses), key=lambda found: found.psnr)
+
+    def refined(self, density: float) -> Trial:
+        """Return a better trial than `best`: weights of parts and of groups of layers change while the PSNR grows."""
+        losses = [_tempered(self.costs.loss, trust) for trust in TRUSTS]
+        trials = [self._trial(density, loss) for loss in losses]
+        best, loss = max(zip(trials, losses, strict=True), key=lambda pair: pair[0].psnr)
+        _, ranges, layers, _ = loss.shape
+        at_layers = torch.arange(layers, device="cpu").chunk(min(self.space.groups, layers))
+        cells = [*((part, slice(None)) for part in range(ranges)), *((slice(None), group) for group in at_layers)]
+        for factor, (part, group) in product(FACTORS, cells):
+            changed = loss.clone()
+            changed[:, part, group] *= factor
+            found = self._trial(density, changed)
+            if found.psnr > best.psnr and found.density <= 1.005 * max(density, best.density):
+                best, loss = found, changed
+        return best
+
+    def _trial(self, density: float, loss: Tensor) -> Trial:
+        """Run the policy of least loss (candidates, ranges, layers, heads) at a mean density."""
+        allocator = Allocator(self._density.flatten(1), loss.flatten(1))
+        choice = allocator.at(max(density, allocator.least_density)).choice.view(loss.shape[1:])
+        policy = policy_of(self.sampler, self.space, list(self._rules(choice)))
+        return trial(self.sampler, policy, self.cases, self.dense)
 
     def _rules(self, choice: Tensor) -> Iterator[VideoRule]:
         """Yield the rules of a choice of candidates, (ranges, layers, heads)."""
         for steps, of_layers in zip(self.space.ranges, choice.tolist(), strict=True):
             for layer, of_heads in enumerate(of_layers):
                 for index in sorted(set(of_heads)):
-                    rule = self.space.candidates[index]
+                    candidate = self.space.candidates[index]
                     heads = tuple(head for head, chosen in enumerate(of_heads) if chosen == index)
-                    if rule is not None:
-                        yield VideoRule.of(rule, layers=(layer,), heads=heads, steps=steps)
+                    if candidate is not None:
+                        yield VideoRule.of(
+                            candidate.rule, layers=(layer,), heads=heads, steps=steps, rest=candidate.rest
+                        )
 
     def sparsest(self, limit: float, rounds: int = 6, say: Callable[[Trial], None] | None = None) -> list[Trial]:
         """Return the trials of a bisection for the sparsest policy with a PSNR of at least `limit` dB.
 
         The last trial is the best one within the limit, or the dense policy if there is none.
         """
-        low, high = self._allocators[0].least_density, 1.0
+        low, high = self.least_density, 1.0
         best = Trial(1.0, MAX_PSNR, 0.0, policy_of(self.sampler, self.space, []))
         trials: list[Trial] = []
         tried = low
@@ -84,6 +109,9 @@ class Search:
             else:
                 low = tried
             tried = (low * high) ** 0.5
+        if high < 1.0:
+            trials.append(self.refined(high))
+            best = max(best, trials[-1], key=lambda found: found.psnr)
         return [*trials, best]
 
 
