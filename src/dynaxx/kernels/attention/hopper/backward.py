@@ -21,7 +21,7 @@ from dynaxx.kernels.attention.hopper.backward_columns import divided_columns
 from dynaxx.kernels.attention.hopper.backward_dkv import backward_dkv, group_pieces, known_reach
 from dynaxx.kernels.attention.hopper.backward_dq import backward_dq
 from dynaxx.kernels.attention.hopper.backward_fused import FUSED, FUSED_LAST_FIRST
-from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows, dq_of_sums, rows_of
+from dynaxx.kernels.attention.hopper.backward_rows import BackwardCall, dq_of_sums, rows_of
 from dynaxx.kernels.attention.hopper.config import backward_in_one_pass
 from dynaxx.kernels.device import processors
 from dynaxx.kernels.primitives.hopper.descriptors import dense_rows
@@ -64,30 +64,20 @@ def _gradients(
     """Launch all kernels. `rest` begins with lists of split lines and settings, on which the launches depend."""
     *_, scale, softcap, one_pass = rest
     rows = rows_of(do, out, dlse, lse, layout, q.shape[3], one_pass)
-    dq, dk, dv = gradients_of_rows(do, q, k, v, rows, layout, scale, softcap)
+    dq, dk, dv = gradients_of_rows(BackwardCall(do, q, k, v, rows, layout, scale, softcap))
     if rows.sums is not None:
         dq = dq_of_sums(rows.sums, q, layout, scale)
     assert dq is not None, "dq is computed directly or from its sums"
     return dq, dk, dv
 
 
-def gradients_of_rows(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: BackwardRows,
-    layout: BlockLayout,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return dq, dk, dv, contiguous, of tensors that TMA can read. If `rows` have sums, dq is added to them instead."""
-    given = (do, q, k, v, rows, layout, scale, softcap)
-    if rows.sums is None:
-        return backward_dq(*given), *backward_dkv(*given)
-    pieces = group_pieces(q, k, layout, True)
-    apart = 1 < pieces == q.shape[2] // k.shape[2]
-    return None, *(FUSED_LAST_FIRST if apart else FUSED).gradients(*given, pieces)
+def gradients_of_rows(call: BackwardCall) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return dq, dk, dv, contiguous. If the rows have sums, dq is added to them instead."""
+    if call.rows.sums is None:
+        return backward_dq(call), *backward_dkv(call)
+    pieces = group_pieces(call.q, call.k, call.layout, True)
+    apart = 1 < pieces == call.q.shape[2] // call.k.shape[2]
+    return None, *(FUSED_LAST_FIRST if apart else FUSED).gradients(call, pieces)
 
 
 def in_one_pass(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:

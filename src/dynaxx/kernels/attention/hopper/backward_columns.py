@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows
+from dynaxx.kernels.attention.hopper.backward_rows import BackwardCall
 from dynaxx.kernels.attention.hopper.config import backward_ending, backward_heads_together, tile_width
 from dynaxx.kernels.attention.hopper.pieces import none_empty
 from dynaxx.kernels.compat import tma_store
@@ -163,24 +163,19 @@ class ColumnKernel(NamedTuple):
     others: Callable[..., dict[str, Any]]  # function (layout, q, v, sums of dq or None) -> other arguments
     keys: int = 0  # keys per program; 0 for a whole block
 
-    def gradients(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: BackwardRows, layout: BlockLayout, scale: float,
-        softcap: float | None, pieces: int = 1,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (dk, dv), contiguous, of (B, N, H, D) tensors. Long columns are split into parts.
+    def gradients(self, call: BackwardCall, pieces: int = 1) -> tuple[Tensor, Tensor]:
+        """Return (dk, dv), contiguous. Long columns are split into parts.
 
         Each piece of a group is computed by a separate program; the pieces are summed afterwards.
         """
-        kv_heads = k.shape[2]
-        pieces, split = divided_columns(q, k, layout, pieces)
-        dk, dv = (x.new_empty(*x.shape[:2], kv_heads * pieces, x.shape[3]) for x in (k, v))
-        self._fill(do, q, k, v, dk, dv, rows, layout, scale, softcap, split)
+        k, v, layout = call.k, call.v, call.layout
+        pieces, split = divided_columns(call.q, k, layout, pieces)
+        dk, dv = (x.new_empty(*x.shape[:2], k.shape[2] * pieces, x.shape[3]) for x in (k, v))
+        self._fill(call, dk, dv, split)
         return sum_pieces(dk, dv, pieces, layout) if pieces > 1 else (dk, dv)
 
-    def _fill(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, rows: BackwardRows,
-        layout: BlockLayout, scale: float, softcap: float | None, split: SplitLines | None,
-    ) -> None:  # fmt: skip
+    def _fill(self, call: BackwardCall, dk: Tensor, dv: Tensor, split: SplitLines | None) -> None:
+        do, q, k, v, rows, layout, scale, softcap = call
         start: RecordedCall = _start
         tensors: tuple[Tensor, ...] = (do, q, k, v, dk, dv, rows.lse, rows.delta)
         if rows.sums is not None:

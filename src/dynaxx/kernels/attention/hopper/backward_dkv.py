@@ -19,7 +19,7 @@ from dynaxx.kernels.attention.hopper.backward_columns import SIZES, ColumnKernel
 from dynaxx.kernels.attention.hopper.backward_consume import consume
 from dynaxx.kernels.attention.hopper.backward_dkv_head_dim_256 import WIDE
 from dynaxx.kernels.attention.hopper.backward_produce import ProducerArguments, fed_by, produce
-from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows
+from dynaxx.kernels.attention.hopper.backward_rows import BackwardCall
 from dynaxx.kernels.attention.hopper.config import BACKWARD_STAGES, tile_width
 from dynaxx.kernels.attention.hopper.pieces import Columns, backward_pieces
 from dynaxx.kernels.device import processors
@@ -93,19 +93,10 @@ REACH = 40  # blocks
 NARROW = ColumnKernel(_sparse_attention_hopper_bwd_dkv_kernel, _others)
 
 
-def backward_dkv(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: BackwardRows,
-    layout: BlockLayout,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return (dk, dv), contiguous, of (B, N, H, D) tensors."""
-    kernel = WIDE if tile_width(q.shape[3]) == 256 else NARROW
-    return kernel.gradients(do, q, k, v, rows, layout, scale, softcap, group_pieces(q, k, layout, False))
+def backward_dkv(call: BackwardCall) -> tuple[Tensor, Tensor]:
+    """Return (dk, dv), contiguous."""
+    kernel = WIDE if tile_width(call.q.shape[3]) == 256 else NARROW
+    return kernel.gradients(call, group_pieces(call.q, call.k, call.layout, False))
 
 
 def group_pieces(q: Tensor, k: Tensor, layout: BlockLayout, one_pass: bool) -> int:

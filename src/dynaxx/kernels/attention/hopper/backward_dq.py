@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dynaxx.kernels.attention.hopper.backward_dq_consume import FIELDS, DqBuffers, DqRow, consume
-from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows
+from dynaxx.kernels.attention.hopper.backward_rows import BackwardCall
 from dynaxx.kernels.attention.hopper.config import backward_dq_registers, backward_dq_stages, tile_width
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.attention.hopper.forward_produce import band_of
@@ -161,17 +161,9 @@ def _sparse_attention_hopper_bwd_dq_kernel(
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
-def backward_dq(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: BackwardRows,
-    layout: BlockLayout,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """Return dq, contiguous, of (B, N, H, D) tensors."""
+def backward_dq(call: BackwardCall) -> Tensor:
+    """Return dq, contiguous."""
+    do, q, k, v, rows, layout, scale, softcap = call
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     split = split_rows(layout, q.shape[0], q.shape[2])
     tensors = (do, q, k, v, dq, rows.lse, rows.delta)

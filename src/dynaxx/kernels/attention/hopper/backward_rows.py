@@ -112,6 +112,19 @@ class BackwardRows(NamedTuple):
     sums: Tensor | None  # sums of dq as lines of 32, (1, lines, 1, 32) fp32, zeroed; None for two passes
 
 
+class BackwardCall(NamedTuple):
+    """A backward pass over a layout, of (B, N, H, D) tensors that TMA can read."""
+
+    do: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: BackwardRows
+    layout: BlockLayout
+    scale: float
+    softcap: float | None = None
+
+
 def rows_of(
     do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, head_dim: int, with_sums: bool
 ) -> BackwardRows:

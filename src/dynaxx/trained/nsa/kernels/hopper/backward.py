@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.attention.hopper.backward import gradients_of_rows, in_one_pass
-from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows, dq_of_sums, empty_sums
+from dynaxx.kernels.attention.hopper.backward_rows import BackwardCall, BackwardRows, dq_of_sums, empty_sums
 from dynaxx.kernels.primitives.hopper.descriptors import dense_rows
 from dynaxx.layout import BlockLayout
 from dynaxx.trained.nsa.kernels.gpu.selected import SelectedPlan, selected_backward_of_rows
@@ -69,4 +69,4 @@ def _over_layout(
     """Return dq, dk and dv of attention over a layout; dq is None if it is 0 or was added to the sums."""
     if k.shape[1] == 0:
         return None, torch.zeros_like(k), torch.zeros_like(v)
-    return gradients_of_rows(do, q, k, v, rows, layout, scale)
+    return gradients_of_rows(BackwardCall(do, q, k, v, rows, layout, scale))
