@@ -258,37 +258,23 @@ def _mixed_branches(
 ) -> Tensor:
     """Like `_three_branches`, with one autograd function for all gradients and, if possible, one kernel for the sum."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    q, k, v, *_, gates = inputs
+    out_cmp, lse_cmp = compressed
     with torch.no_grad():
-        out, *results = _mixed_forward(inputs, compressed, plan, kernels, fused, scale, backend, needs_grad)
+        if not plan.attends_window:
+            out_swa, lse_swa = window_attention(Packed(q, k, v, None), plan.spans, scale, backend)
+        if plan.mixes:
+            out = q.new_empty(out_cmp.shape)
+            if plan.attends_window:
+                out_swa, lse_swa = torch.empty_like(out) if needs_grad else out, torch.empty_like(lse_cmp)
+            mixture = fused.Mixture(out_cmp, out_swa, gates, out, needs_grad, lse_swa if plan.attends_window else None)
+            out_slc, lse_slc = fused.selected_and_mixed(q, k, v, plan, scale, mixture)
+        else:
+            out_slc, lse_slc = kernels.selected_forward(q, k, v, plan, scale)
+            assert kernels.gating is not None, "a backend that fuses branches also has a kernel for their gated sum"
+            out = kernels.gating.gated_sum_forward((out_cmp, out_slc, out_swa), gates)
     if not needs_grad:
         return out
     layouts = tuple(layout_of(plan.spans, layout_block(out)) for layout_of in (compressed_layout, window_layout))
+    results = out_cmp, out_slc, out_swa, lse_cmp, lse_slc, lse_swa
     return MixedBranches.apply(*inputs, *results, out, fused, plan, layouts, scale)
-
-
-def _mixed_forward(
-    inputs: tuple[Tensor, ...],
-    compressed: tuple[Tensor, Tensor],
-    plan: Any,
-    kernels: NsaKernels,
-    fused: FusedBranches,
-    scale: float,
-    backend: str,
-    needs_grad: bool,
-) -> tuple[Tensor, ...]:
-    """Return the sum, then the outputs of the compressed, selected and window branch, then the lse of each."""
-    q, k, v, *_, gates = inputs
-    out_cmp, lse_cmp = compressed
-    if not plan.attends_window:
-        out_swa, lse_swa = window_attention(Packed(q, k, v, None), plan.spans, scale, backend)
-    if not plan.mixes:
-        out_slc, lse_slc = kernels.selected_forward(q, k, v, plan, scale)
-        assert kernels.gating is not None, "a backend that fuses branches also has a kernel for their gated sum"
-        out = kernels.gating.gated_sum_forward((out_cmp, out_slc, out_swa), gates)
-        return out, out_cmp, out_slc, out_swa, lse_cmp, lse_slc, lse_swa
-    out = q.new_empty(out_cmp.shape)
-    if plan.attends_window:
-        out_swa, lse_swa = torch.empty_like(out) if needs_grad else out, torch.empty_like(lse_cmp)
-    mixture = fused.Mixture(out_cmp, out_swa, gates, out, needs_grad, lse_swa if plan.attends_window else None)
-    out_slc, lse_slc = fused.selected_and_mixed(q, k, v, plan, scale, mixture)
-    return out, out_cmp, out_slc, out_swa, lse_cmp, lse_slc, lse_swa
