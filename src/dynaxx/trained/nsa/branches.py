@@ -192,9 +192,9 @@ class MixedBranches(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> Any:
         kernels: FusedBranches = ctx.kernels
         tensors = ctx.saved_tensors
-        q, k, v, k_cmp, v_cmp, gates = tensors[:6]
+        inputs, gates = tensors[:5], tensors[5]
         rows, d_gates = kernels.branch_rows(do, kernels.Branches(*tensors[6:]), gates, ctx.plan, ctx.layouts[1])
         del tensors
         ctx.maybe_clear_saved_tensors()  # frees the large branch outputs, which are not read again
-        grads = kernels.mixed_backward(rows, q, k, v, k_cmp, v_cmp, ctx.plan, ctx.layouts, ctx.scale)
+        grads = kernels.mixed_backward(rows, inputs, ctx.plan, ctx.layouts, ctx.scale)
         return *grads, d_gates, *[None] * 11

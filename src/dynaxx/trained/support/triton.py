@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeProblem
@@ -16,33 +18,27 @@ from dynaxx.kernels.support.triton import (
 )
 from dynaxx.trained.tokens.kernels.contract import IndexerProblem, IndexLossProblem
 
+P = TypeVar("P", AttentionProblem, DecodeProblem)
 MAX_LATENT_DIM = 576  # of keys that all heads share, as in MLA
 MAX_INDEX_BYTES = 512  # of a row of an indexer's q and k, for its loss
 
 
 def token_reasons(problem: AttentionProblem) -> list[str]:
     """Return why the kernels over chosen tokens cannot serve: as attention, but latent widths, 576/512, are served."""
-    narrow = replace(
-        problem, head_dim=min(problem.head_dim, MAX_HEAD_DIM), head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM)
-    )
-    reasons = unsupported_reasons(narrow)
-    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
-        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
-    return reasons
+    return _with_latent_widths(problem, unsupported_reasons)
 
 
 def token_decode_reasons(problem: DecodeProblem) -> list[str]:
     """Return why the decoding kernels over chosen tokens cannot serve: latent widths, 576/512, are served."""
-    narrow = replace(
-        problem,
-        head_dim=min(problem.head_dim, MAX_HEAD_DIM),
-        head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM),
-        max_seqlen_k=0,
-        batch=1,
-    )
-    reasons = decode_reasons(narrow)
-    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
-        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return _with_latent_widths(replace(problem, max_seqlen_k=0, batch=1), decode_reasons)
+
+
+def _with_latent_widths(problem: P, reasons_of: Callable[[P], list[str]]) -> list[str]:
+    dims = problem.head_dim, problem.head_dim_v
+    narrow = [min(dim, MAX_HEAD_DIM) for dim in dims]
+    reasons = reasons_of(replace(problem, head_dim=narrow[0], head_dim_v=narrow[1]))
+    if max(dims) > MAX_LATENT_DIM:
+        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {dims[0]}/{dims[1]}")
     return reasons
 
 

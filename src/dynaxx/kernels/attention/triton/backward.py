@@ -91,7 +91,7 @@ def attention_backward(
     _fill_dq(layout, (do, q, k, v, out, lse, dlse, bias, values, dq), scale, softcap)
     _fill_dkv(layout, (do, q, k, v, values, bias, dk, dv), scale, softcap)
     if bias is not None and dbias is not None:
-        add_bias_gradient(dbias, bias, do, q, k, v, values, layout, scale, softcap)
+        add_bias_gradient(dbias, (do, q, k, v, values, bias), layout, scale, softcap)
     return dq, dk, dv
 
 

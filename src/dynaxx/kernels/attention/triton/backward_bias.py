@@ -149,20 +149,14 @@ def _sparse_attention_bwd_bias_kernel(
 
 
 def add_bias_gradient(
-    dbias: Tensor,
-    bias: Tensor,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    values: Tensor,
-    layout: BlockLayout,
-    scale: float,
-    softcap: float | None,
+    dbias: Tensor, tensors: tuple[Tensor, ...], layout: BlockLayout, scale: float, softcap: float | None
 ) -> None:
-    """Add the gradient of a bias to `dbias`, the same bits in every run. `values` are those of the dq kernel."""
+    """Add the gradient of a bias to `dbias`, the same bits in every run.
+
+    `tensors` are do, q, k, v, the values of the dq kernel, and the bias.
+    """
+    do, q, _, v, values, bias = tensors
     tiles = backward_dq_tiles(gpu_of(q.device), q.dtype, q.shape[3], v.shape[3], layout.block_size, False)
-    tensors = (do, q, k, v, values, bias)
     if bias.ndim == 2:
         programs = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
         sums = values.new_empty(*bias.shape, programs)

@@ -6,7 +6,7 @@ Shapes use the letters of `dynaxx.kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -99,18 +99,9 @@ class FusedBranches(Protocol):
         """Return the rows that `mixed_backward` reads for each query, and the gradient of the gates."""
 
     def mixed_backward(
-        self,
-        rows: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_cmp: Tensor,
-        v_cmp: Tensor,
-        plan: Any,
-        layouts: tuple[BlockLayout, BlockLayout],
-        scale: float,
+        self, rows: Any, inputs: Sequence[Tensor], plan: Any, layouts: tuple[BlockLayout, BlockLayout], scale: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv, dk_cmp, dv_cmp."""
+        """Return the gradients of the inputs q, k, v, k_cmp and v_cmp."""
 
 
 class NsaDecodeKernels(Protocol):

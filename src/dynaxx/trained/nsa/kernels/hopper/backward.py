@@ -7,6 +7,8 @@ The compressed branch and the window add dq to the same fp32 sums if they use on
 results take the most memory, come last and add their dq to the result.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,28 +22,21 @@ from dynaxx.trained.nsa.kernels.hopper.rows import BranchRows, batch_of
 
 def mixed_backward(
     rows: BranchRows,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
+    inputs: Sequence[Tensor],
     plan: SelectedPlan,
     layouts: tuple[BlockLayout, BlockLayout],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, dk_cmp and dv_cmp of (T, H, D) tensors; empties the list `rows.do`.
+    """Return the gradients of the inputs q, k, v, k_cmp and v_cmp, each (T, H, D); empties the list `rows.do`.
 
     Args:
         rows: result of `branch_rows`.
-        q: (T, Hq, D).
-        k: (M, Hk, D).
-        v: (M, Hk, D).
-        k_cmp: (compressed tokens, Hk, D).
-        v_cmp: (compressed tokens, Hk, D).
+        inputs: q (T, Hq, D), k and v (M, Hk, D), k_cmp and v_cmp (compressed tokens, Hk, D).
         plan: plan of the selected branch.
         layouts: layouts of the compressed branch and of the window.
         scale: softmax scale.
     """
+    q, k, v, k_cmp, v_cmp = inputs
     batch = batch_of(plan)
     as_batch = lambda x: dense_rows(x.unflatten(0, (batch, x.shape[0] // batch)))
     some_q, some_k, some_v, k_cmp, v_cmp = (as_batch(x) for x in (q, k, v, k_cmp, v_cmp))
