@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.attention.contract import AttentionProblem
-from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.checks import DTYPES
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans, nsa_spans
+from dynaxx.trained.tokens.spans import sequence_ends
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,12 @@ def pack(
     """
     refuse_transforms("native sparse or selected attention", q, k, v)
     _check_tensors(q, k, v)
-    if q.ndim == 4:
-        if ends_q is not None or ends_k is not None:
-            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` need packed (tokens, heads, head_dim) inputs")
-        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        packed = Packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), (batch, seqlen_q))
-        ends_q, ends_k = (tuple([i * seqlen for i in range(batch + 1)]) for seqlen in (seqlen_q, seqlen_k))
-    elif ends_q is None:
-        raise ValueError("packed (tokens, heads, head_dim) inputs need `cu_seqlens_q`, e.g. (0, tokens)")
-    else:
-        packed = Packed(q, k, v, None)
-        ends_q = host_lengths("cu_seqlens_q", ends_q)
-        ends_k = ends_q if ends_k is None else host_lengths("cu_seqlens_k", ends_k)
-        if (ends_q[-1], ends_k[-1]) != (len(q), len(k)):
-            raise ValueError(
-                f"`cu_seqlens_q` and `cu_seqlens_k` must end at the token counts {len(q)} and {len(k)}, "
-                f"got {ends_q[-1]} and {ends_k[-1]}"
-            )
-    return nsa_spans(sizes, ends_q, ends_k, device=q.device), packed
+    batched = q.ndim == 4
+    ends = sequence_ends(q, k, ends_q, ends_k, batched=batched)
+    packed = Packed(q, k, v, None)
+    if batched:
+        packed = Packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), (q.shape[0], q.shape[1]))
+    return nsa_spans(sizes, *ends, device=q.device), packed
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

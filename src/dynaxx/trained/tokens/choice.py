@@ -15,9 +15,9 @@ from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import never_traced, without_autocast
-from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.layout.packed import CuSeqlens
 from dynaxx.settings import Range, check_settings
-from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans, best_of
+from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans, best_of, sequence_ends
 
 SCORE_BYTES = 64 << 20  # bytes of scores held at once
 MAX_TOKENS = 1 << 20  # limit on the tokens that a query keeps
@@ -86,25 +86,13 @@ class TopKTokens:
         check_queries_and_keys(q, k)
         refuse_transforms("`TopKTokens.select`", q, k, fix="choose outside of the transformed function")
         scale = softmax_scale(scale, q.shape[-1])
-        if q.ndim == 4:
-            if cu_seqlens_q is not None or cu_seqlens_k is not None:
-                raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` go with packed (tokens, heads, head_dim) inputs")
-            alone = [self._select_one(*each, scale) for each in zip(q, k, strict=True)]
-            return (
-                torch.stack(alone) if alone else q.new_empty(0, q.shape[1], k.shape[2], self.slots, dtype=torch.int32)
-            )
-        if cu_seqlens_q is None:
-            raise ValueError("packed (tokens, heads, head_dim) inputs need `cu_seqlens_q`, e.g. (0, tokens)")
-        ends_q = host_lengths("cu_seqlens_q", cu_seqlens_q)
-        ends_k = ends_q if cu_seqlens_k is None else host_lengths("cu_seqlens_k", cu_seqlens_k)
-        if len(ends_q) != len(ends_k) or (ends_q[-1], ends_k[-1]) != (len(q), len(k)):
-            raise ValueError(
-                "`cu_seqlens_q` and `cu_seqlens_k` must describe the same number of sequences and end at "
-                f"{len(q)} and {len(k)} tokens, got {len(ends_q) - 1} sequences to {ends_q[-1]} and "
-                f"{len(ends_k) - 1} to {ends_k[-1]}"
-            )
+        batched = q.ndim == 4
+        ends_q, ends_k = sequence_ends(q, k, cu_seqlens_q, cu_seqlens_k, batched=batched)
+        flat_q, flat_k = (x.flatten(0, 1) if batched else x for x in (q, k))
         spans = zip(pairwise(ends_q), pairwise(ends_k), strict=True)
-        return torch.cat([self._select_one(q[a:b], k[c:d], scale) for (a, b), (c, d) in spans])
+        parts = [self._select_one(flat_q[a:b], flat_k[c:d], scale) for (a, b), (c, d) in spans]
+        chosen = torch.cat([flat_q.new_empty(0, k.shape[-2], self.slots, dtype=torch.int32), *parts])
+        return chosen.unflatten(0, q.shape[:2]) if batched else chosen
 
     def _select_one(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """Return (N, Hk, slots) of one sequence."""

@@ -14,13 +14,13 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only, refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.host import never_traced
-from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.flops import count, is_counting
 from dynaxx.trained.registry import INDEX_LOSS, INDEXER
 from dynaxx.trained.tokens.attention import check_block_size, check_choice
 from dynaxx.trained.tokens.choice import TopKTokens, check_queries_and_keys
 from dynaxx.trained.tokens.kernels.contract import IndexerKernels, IndexerProblem, IndexLossCall, IndexLossProblem
-from dynaxx.trained.tokens.spans import TokenSpans
+from dynaxx.trained.tokens.spans import TokenSpans, sequence_ends
 
 Precision = Literal["fp32", "bf16", "fp8", "int8"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -231,18 +231,4 @@ def _check_indexer(
         raise TypeError(f"an indexer's inputs must be floats, got {q.dtype}, {k.dtype} and {weights.dtype}")
     if not q.device == k.device == weights.device:
         raise ValueError(f"an indexer's inputs must be on one device, got {q.device}, {k.device}, {weights.device}")
-    if q.ndim == 4:
-        if ends_q is not None or ends_k is not None:
-            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` go with packed inputs")
-        lengths = [tuple(n * i for i in range(q.shape[0] + 1)) for n in (q.shape[1], k.shape[1])]
-    elif ends_q is None:
-        raise ValueError("packed inputs need `cu_seqlens_q`, e.g. (0, tokens)")
-    else:
-        lengths = [host_lengths("cu_seqlens_q", ends_q)]
-        lengths.append(lengths[0] if ends_k is None else host_lengths("cu_seqlens_k", ends_k))
-        if len(lengths[0]) != len(lengths[1]) or (lengths[0][-1], lengths[1][-1]) != (len(q), len(k)):
-            raise ValueError(
-                "`cu_seqlens_q` and `cu_seqlens_k` must describe the same number of sequences and end at "
-                f"{len(q)} and {len(k)} tokens, got {lengths[0]} and {lengths[1]}"
-            )
-    return TokenSpans(lengths[0], lengths[1], block_size)
+    return TokenSpans(*sequence_ends(q, k, ends_q, ends_k, batched=q.ndim == 4), block_size)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout.host import on_host
+from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.lazy import lazy
 
 TOKEN_BLOCKS = (1, 2, 4, 8)  # sizes of a choice, in tokens, that are no blocks of a `BlockLayout`
@@ -64,6 +65,31 @@ class TokenSpans:
         pairs = zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True)
         parts = [of_sequence(a, b, c, d) for (a, b), (c, d) in pairs]  # type: ignore[operator]
         return torch.cat(parts).long() if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def sequence_ends(
+    q: Tensor, k: Tensor, ends_q: CuSeqlens | None, ends_k: CuSeqlens | None, *, batched: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the cumulative lengths of queries and keys: those of a batch, or the given ones of packed sequences.
+
+    Raises:
+        ValueError: lengths are given for a batch, missing for packed sequences, or do not fit the tokens.
+    """
+    if batched:
+        if ends_q is not None or ends_k is not None:
+            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` go with packed inputs, which have no batch dimension")
+        ends = [tuple([i * x.shape[1] for i in range(q.shape[0] + 1)]) for x in (q, k)]
+        return ends[0], ends[1]
+    if ends_q is None:
+        raise ValueError("packed inputs need `cu_seqlens_q`, e.g. (0, tokens)")
+    ends_q = host_lengths("cu_seqlens_q", ends_q)
+    ends_k = ends_q if ends_k is None else host_lengths("cu_seqlens_k", ends_k)
+    if len(ends_q) != len(ends_k) or (ends_q[-1], ends_k[-1]) != (len(q), len(k)):
+        raise ValueError(
+            f"`cu_seqlens_q` and `cu_seqlens_k` must end at {len(q)} and {len(k)} tokens, for the same number of "
+            f"sequences, got {len(ends_q) - 1} to {ends_q[-1]} and {len(ends_k) - 1} to {ends_k[-1]}"
+        )
+    return ends_q, ends_k
 
 
 def best_of(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
