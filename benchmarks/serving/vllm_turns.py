@@ -49,13 +49,13 @@ TURNS = ("own", "dynaxx", "tenth", "tuned")
 HEADS = (0.15, 0.15, 0.3, 0.3, 0.3, 0.2, 0.1, 0.15, 0.06)  # shares that tune gave to the heads of a layer
 DECODED = 128  # tokens whose pages a decode rule always reads at the end
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-LONG = 20_000  # tokens from which a tenth of the blocks is more than the window and the first tokens
+LONG = 30_000  # tokens from which a tenth of the blocks is more than the window and the first tokens
 SHORT, AGAIN = 4000, 6  # prompts of fewer tokens are sent so often in every round, since their times vary
 CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # engines that start together do not share
 TARGETS = {32768: 1.5, 131072: 3, 262144: 5, 1000: 0.98}
 TITLES = ("dynaxx", "10 % of the blocks in all", "10 % in all, as tune writes rules")
 GAINS = ("speed-up", "its speed-up", "speed-up as tune writes rules")
-WARM = 16_384  # tokens of the first prompt of an engine that has the card alone
+WARM = 32_768  # tokens of the first prompt of an engine that has the card alone
 PASSED = ("shape", "max_model_len", "chunk", "cache", "layers", "start", "quantization", "prefix_caching", "apart",
           "sequences", "context", "steps", "read")  # fmt: skip
 SECONDS = 2.2e-4  # per token, of all three turns together, at most: to end in time
@@ -315,9 +315,12 @@ def measure_apart(arguments: argparse.Namespace) -> None:
             print(which, found["decode"][which], flush=True)
         else:
             turns = [turn for turn in arguments.turns.split(",") if (turn == "own") == (which == "own")]
-            for turn in turns:
-                engines.say(which, [min(WARM, *lengths), turn, False])
-            for tokens, turn in [(tokens, turn) for tokens in lengths for turn in turns]:
+            for tokens, turn in [(tokens, turn) for tokens in (0, *lengths) for turn in turns]:
+                if (tokens or min(WARM, *lengths)) < LONG and turn not in TURNS[:2]:
+                    continue
+                if not tokens:
+                    engines.say(which, [min(WARM, *lengths), turn, False])
+                    continue
                 if time.monotonic() + SECONDS * tokens > until:
                     continue
                 found["began"].append(time.time())
