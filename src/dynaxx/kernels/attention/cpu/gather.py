@@ -104,7 +104,8 @@ def attention_backward(
 
 def _rows(layout: BlockLayout, q_heads: int, kv_heads: int) -> Iterator[Row]:
     """Yield the rows that visit any block."""
-    table = torch.cat([layout.masks.to_dense(), torch.ones(1, *layout.block_size, dtype=torch.bool)])  # [-1] is full
+    full = torch.ones(1, *layout.block_size, dtype=torch.bool, device="cpu")
+    table = torch.cat([layout.masks.to_dense(), full])  # [-1] is full
     (q_block, kv_block), group = layout.block_size, q_heads // kv_heads
     inside = torch.arange(kv_block, device="cpu")
     step = group if layout.layout_heads == 1 else 1
