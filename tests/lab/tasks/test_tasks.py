@@ -11,9 +11,10 @@ from collections import Counter
 import pytest
 import torch
 
+from dynaxx.lab.tasks.counting import ZETA_2, common_words, frequent_words
 from dynaxx.lab.tasks.graphs import parents, two_steps
 from dynaxx.lab.tasks.haystack import NOISE, Haystack, different
-from dynaxx.lab.tasks.needles import NEEDLE_TASKS, ZETA_2, common_words, frequent_words
+from dynaxx.lab.tasks.needles import NEEDLE_TASKS
 from dynaxx.lab.tasks.result import Interval, interval_of, judged, share_of
 from dynaxx.lab.tasks.run import DenseAnswers, SuitePlan, run_suite
 from dynaxx.lab.tasks.score import answer_task, closed_book, grade, other_answers

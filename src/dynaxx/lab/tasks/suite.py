@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.lab.tasks.counting import COUNTING_TASKS
 from dynaxx.lab.tasks.example import Example, TaskDefinition
-from dynaxx.lab.tasks.graphs import GRAPH_TASKS, ROUND_TASKS, TRACKING_TASKS
+from dynaxx.lab.tasks.graphs import GRAPH_TASKS, TRACKING_TASKS
 from dynaxx.lab.tasks.haystack import Haystack
-from dynaxx.lab.tasks.needles import COUNTING_TASKS, NEEDLE_TASKS
+from dynaxx.lab.tasks.needles import NEEDLE_TASKS
 from dynaxx.lab.tasks.questions import QUESTION_TASKS
+from dynaxx.lab.tasks.rounds import ROUND_TASKS
 from dynaxx.lab.texts import start_of
 
 RULER = (*NEEDLE_TASKS, *TRACKING_TASKS, *COUNTING_TASKS, *QUESTION_TASKS)
