@@ -22,7 +22,7 @@ from dynaxx.ops.dispatch import backend_for, score_options
 
 
 class Gradients(NamedTuple):
-    """What a backward pass starts from: the gradients of out and lse, the inputs, and the results."""
+    """The gradients of out and lse, the inputs and the results, from which a backward pass computes."""
 
     do: Tensor
     dlse: Tensor | None
