@@ -13,8 +13,8 @@ from dynaxx import forks
 from dynaxx.core import cached_library
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
-from dynaxx.integrations.runtime.policy_events import StatisticsFile
 from dynaxx.integrations.runtime.routing import DenseReason
+from dynaxx.integrations.runtime.statistics_file import StatisticsFile
 from dynaxx.kernels.attention.triton import tuned_tiles
 from dynaxx.policy import ModelFacts, PolicyFollower, save_policy
 from dynaxx.telemetry import Recorder

@@ -4,7 +4,7 @@
 The files:
 
     routing, deployed                       how a sequence runs, and the policy that decides it
-    counts, policy_events                   what happened
+    counts, policy_events, statistics_file  what happened
     guarding, measure                       the guard; `background` runs its jobs
     paged, paged_*, in_place                layers of serving engines over paged caches
     summary_updates                         page summaries that the last layer updates for all

@@ -15,7 +15,8 @@ from dynaxx.forks import new_lock
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.policy_events import PolicyEvents, StatisticsFile
+from dynaxx.integrations.runtime.policy_events import PolicyEvents
+from dynaxx.integrations.runtime.statistics_file import StatisticsFile
 from dynaxx.integrations.transformers.batching import continuous_batching
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.interface import LAYERS, name_before
