@@ -103,7 +103,6 @@ def layer_row(name: str, given: Any, ordered: Any, grid: Grid, rule: Any, plan: 
         "attend": lambda: dx.sparse_attention(*ordered, layout),
         "restore": lambda: grid.restored(given[0]),
         "whole": lambda: grid_attention(*given, grid, rule, block_size=BLOCK),
-        "with_rest": lambda: grid_attention(*given, grid, rule, block_size=BLOCK, rest=0.4),
     }
     about = {"layer": name, "rule": repr(rule), "tokens": grid.seqlen, "heads": given[0].shape[2]}
     return (

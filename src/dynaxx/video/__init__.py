@@ -4,7 +4,7 @@
 The files:
 
     grid, patterns/  tokens of a video in an order that makes blocks compact, and rules over it
-    attention, rest  attention over a grid by a rule, and an estimate for the other blocks
+    attention        attention over a grid by a rule
     policy           which rule each layer, head and part of the denoising follows
     diffusers/       policies in the transformers of diffusers
     vllm_omni        policies in vLLM-Omni

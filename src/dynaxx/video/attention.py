@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
@@ -22,7 +20,6 @@ from dynaxx.policy.resolve import plan_of
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.video.grid import Grid
 from dynaxx.video.patterns import on_grid
-from dynaxx.video.rest import with_rest
 
 ROWS = 1024  # rows of a mask to compare at a time
 
@@ -34,27 +31,6 @@ class Padding(NamedTuple):
     blank: bool  # whether the output of the others is zero; otherwise they see what all queries see
 
 
-@dataclass(frozen=True)
-class GridPlan(LayerPlan):
-    """The rules of one layer, and how much of the blocks that they leave out counts.
-
-    Args:
-        rest: a factor per q head, see `grid_attention`.
-    """
-
-    rest: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, plan: LayerPlan, rest: Sequence[float]) -> GridPlan:
-        """Return a plan with a factor per q head."""
-        return cls(plan.groups, plan.q_heads, plan.kv_heads, plan.block_size, plan.causal, tuple(rest))
-
-    @override
-    def shard(self, rank: int, ranks: int) -> GridPlan:
-        heads = self.q_heads // ranks
-        return GridPlan.of(super().shard(rank, ranks), self.rest[rank * heads : (rank + 1) * heads])
-
-
 @typed
 def grid_attention(
     q: Tensor,
@@ -64,7 +40,6 @@ def grid_attention(
     rule: AttentionRule,
     *,
     block_size: int | tuple[int, int] = 64,
-    rest: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -77,8 +52,6 @@ def grid_attention(
         grid: the tokens.
         rule: a `GridPattern` such as `GridWindow`, a selector such as `TopK(0.1)`, or both joined by `|`.
         block_size: tokens per block, or (q_block, kv_block).
-        rest: how much the other blocks count, from 0.0 to 1.0: a factor on the attention that the mean queries of 16
-            tokens pay to their mean keys, whose mean values are added. 0.1 to 0.4 comes closest to dense attention.
         scale: softmax scale, default head_dim ** -0.5.
         backend: as for `sparse_attention`.
 
@@ -86,17 +59,15 @@ def grid_attention(
         (batch, seqlen, heads, head_dim) in the model's order.
 
     Raises:
-        ValueError: q, k or v are not for the grid's tokens, or do not match each other; `rest` is out of range.
+        ValueError: q, k or v are not for the grid's tokens, or do not match each other.
     """
-    if not 0.0 <= rest <= 1.0:
-        raise ValueError(f"`rest` must be from 0.0 to 1.0, got {rest}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.shape[1] != grid.seqlen:
             raise ValueError(
                 f"`{name}` must be (batch, {grid.seqlen} tokens of `grid`, heads, head_dim), got {tuple(x.shape)}"
             )
     plan = plan_of([rule] * q.shape[2], k.shape[2], as_block_size(block_size), causal=False)
-    return attend(q, k, v, grid, GridPlan.of(plan, [rest] * q.shape[2]), scale=scale, backend=backend)[0]
+    return attend(q, k, v, grid, plan, scale=scale, backend=backend)[0]
 
 
 def attend(
@@ -126,14 +97,7 @@ def attend(
     layout = bound_plan(plan, grid).layout(q.detach(), k.detach(), scale=scale)
     if padding is not None:
         layout = hide_keys(layout, grid.ordered(padding.visible))
-    rest = plan.rest if isinstance(plan, GridPlan) else ()
-    if any(rest):
-        exact = sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
-        visible = None if padding is None else grid.ordered(padding.visible)
-        out = with_rest(exact, q, k, v, layout, rest, scale=scale, visible=visible)
-    else:
-        out = sparse_attention(q, k, v, layout, scale=scale, backend=backend)
-    out = grid.restored(out)
+    out = grid.restored(sparse_attention(q, k, v, layout, scale=scale, backend=backend))
     if padding is not None and padding.blank:
         out = out.masked_fill(~padding.visible[:, :, None, None], 0.0)
     return out, layout

@@ -11,14 +11,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
-from dynaxx.policy import Evidence, MeasuredOn, ModelFacts, to_spec
+from dynaxx.policy import Evidence, LayerPlan, MeasuredOn, ModelFacts, to_spec
 from dynaxx.policy.document import Document, Indices, Share, Total
 from dynaxx.policy.files import load_document
 from dynaxx.policy.resolve import per_head, plan_of
 from dynaxx.policy.rule import BlockSize, head_values
 from dynaxx.policy.schema import explain_errors
 from dynaxx.policy.specs import AttentionRule, AttentionSpec
-from dynaxx.video.attention import GridPlan
 from dynaxx.video.grid import Order
 
 FORMAT: Literal["dynaxx.video"] = "dynaxx.video"
@@ -36,14 +35,12 @@ class VideoRule(Document):
         heads: "all", or indices.
         steps: first and last share of the denoising steps: (0.25, 1.0) covers all but the first quarter.
         attention: a pattern, selector or hybrid as data, see `dynaxx.policy.to_spec`.
-        rest: how much the blocks that the rule leaves out count, see `grid_attention`.
     """
 
     layers: Indices = "all"
     heads: Indices = "all"
     steps: tuple[Share, Share] = (0.0, 1.0)
     attention: AttentionSpec
-    rest: Share = 0.0
 
     @classmethod
     def of(
@@ -53,14 +50,13 @@ class VideoRule(Document):
         layers: Any = "all",
         heads: Any = "all",
         steps: tuple[float, float] = (0.0, 1.0),
-        rest: float = 0.0,
     ) -> VideoRule:
         """Return a rule for a pattern, selector or hybrid; None means dense. The class documents the others.
 
         Raises:
             ValueError: an argument cannot be stored in a policy.
         """
-        return cls(layers=layers, heads=heads, steps=steps, attention=to_spec(attention), rest=rest)
+        return cls(layers=layers, heads=heads, steps=steps, attention=to_spec(attention))
 
     @model_validator(mode="after")
     def _steps_ascend(self) -> VideoRule:
@@ -142,24 +138,19 @@ class VideoPolicy(Document):
         """Return whether rules differ between steps."""
         return len(self.starts) > 1
 
-    def plans(self, share: float) -> dict[int, GridPlan]:
+    def plans(self, share: float) -> dict[int, LayerPlan]:
         """Return the plan of every layer that is sparse at a step, given as its share of all steps."""
         facts, block_size = self.model, as_block_size(self.block_size)
         rules: dict[int, list[AttentionRule | None]] = {}
-        rest: dict[int, list[float]] = {}
         for rule in self.rules:
             heads = _indices(rule.heads, facts.q_heads)
             built = per_head(rule.attention.build(), len(heads), head_values(rule.attention) is not None)
             for layer in _indices(rule.layers, facts.layers) if rule.applies(share) else ():
                 of_layer = rules.setdefault(layer, [None] * facts.q_heads)
-                factors = rest.setdefault(layer, [0.0] * facts.q_heads)
                 for head, own in zip(heads, built, strict=True):
-                    of_layer[head], factors[head] = own, rule.rest
+                    of_layer[head] = own
         sparse = {layer: own for layer, own in sorted(rules.items()) if any(rule is not None for rule in own)}
-        return {
-            layer: GridPlan.of(plan_of(own, facts.kv_heads, block_size, causal=False), rest[layer])
-            for layer, own in sparse.items()
-        }
+        return {layer: plan_of(own, facts.kv_heads, block_size, causal=False) for layer, own in sparse.items()}
 
 
 def load_policy(path: str | os.PathLike[str]) -> VideoPolicy:

@@ -18,13 +18,12 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import never_traced
-from dynaxx.policy import KILL_SWITCH, KillSwitch
-from dynaxx.video.attention import GridPlan, attend, padding_of
+from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan
+from dynaxx.video.attention import attend, padding_of
 from dynaxx.video.diffusers.families import attention_modules, family_of, model_facts, original, timestep_of
 from dynaxx.video.diffusers.processors import Dense, sparse_processor
 from dynaxx.video.grid import Grid
 from dynaxx.video.policy import VideoPolicy
-from dynaxx.video.rest import rest_density
 
 logger = logging.getLogger("dynaxx")
 
@@ -83,7 +82,7 @@ class Layer:
         else:
             handle.counts["sparse"] += 1
             out, layout = attend(q, k, v, handle.grid(q), plan, padding=padding, scale=scale)
-            handle.saw(layout, rest_density(plan.rest, plan.block_size[1]))
+            handle.saw(layout)
         for watcher in handle.watchers:
             watcher(self.index, q, k, v, out, layout)
         return out
@@ -114,7 +113,7 @@ class Handle:
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self._model, self._family = model, family_of(model)
         self._signature = inspect.signature(model.forward)
-        self._plans: dict[float, dict[int, GridPlan]] = {start: policy.plans(start) for start in policy.starts}
+        self._plans: dict[float, dict[int, LayerPlan]] = {start: policy.plans(start) for start in policy.starts}
         self._shape: tuple[int, int, int] | None = None  # of the grid in the current forward pass
         self.share: float | None = None
         self._visited: float | Tensor = 0.0  # sum of the densities of all calls
@@ -176,23 +175,17 @@ class Handle:
                 plan = plans.get(layer)
                 groups = [] if plan is None else plan.groups
                 said = "; ".join(f"heads {_ranges(group.heads)}: {group.rule!r}" for group in groups) or "dense"
-                rest = "" if plan is None or not any(plan.rest) else f"; rest {[*plan.rest]}"
-                lines.append(f"layer {layer}: {said}{rest}")
+                lines.append(f"layer {layer}: {said}")
         return "\n".join([*lines, *(f"{count} calls {outcome}" for outcome, count in sorted(self.counts.items()))])
 
     def density(self) -> float:
         """Return the visited share of blocks over all calls so far; dense calls count as 1.0."""
         return float(self._visited) / max(1, sum(self.counts.values()))
 
-    def saw(self, layout: BlockLayout | None, more: float = 0.0) -> None:
-        """Record the blocks that a call visits; None is dense. Nothing is read back from the device.
-
-        Args:
-            layout: the visited blocks.
-            more: share of the scores that the call computes besides.
-        """
+    def saw(self, layout: BlockLayout | None) -> None:
+        """Record the blocks that a call visits; None is dense. Nothing is read back from the device."""
         visible = 1 if layout is None else layout.visible_blocks(causal=False)
-        self._visited += 1 if layout is None else layout.kv_indptr.flatten()[-1] / visible + more
+        self._visited += 1 if layout is None else layout.kv_indptr.flatten()[-1] / visible
 
     def grid(self, q: Tensor) -> Grid:
         """Return the grid of the current forward pass for queries (batch, seqlen, heads, head_dim)."""
@@ -200,7 +193,7 @@ class Handle:
         text = q.shape[1] - self._shape[0] * self._shape[1] * self._shape[2]
         return Grid(*self._shape, text=text, text_first=self._family.text_first, order=self.policy.order)
 
-    def plan(self, layer: int, q: Tensor, k: Tensor) -> tuple[GridPlan | None, str]:
+    def plan(self, layer: int, q: Tensor, k: Tensor) -> tuple[LayerPlan | None, str]:
         """Return the plan of a layer for these queries and keys, or None and the reason for dense attention."""
         shape, share = self._shape, 0.0 if self.share is None else self.share
         if self._killed:

@@ -22,22 +22,14 @@ from dynaxx.layout import as_block_size
 from dynaxx.policy import ModelFacts
 from dynaxx.policy.resolve import plan_of
 from dynaxx.policy.specs import AttentionRule
-from dynaxx.video.attention import GridPlan, attend
+from dynaxx.video.attention import attend
 from dynaxx.video.diffusers.families import attention_modules, model_facts, original
 from dynaxx.video.diffusers.handle import Handle, Watcher, apply
 from dynaxx.video.policy import VideoPolicy, VideoRule
-from dynaxx.video.rest import rest_density
 from dynaxx.video.tune.sampling import Sample, Sampler, relative_error
 
 Ranges = tuple[tuple[float, float], ...]
 Case = tuple[str, int]  # prompt and seed
-
-
-class Candidate(NamedTuple):
-    """A rule, and how much the blocks that it leaves out count."""
-
-    rule: AttentionRule
-    rest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Space:
         groups: number of groups of neighbouring layers whose weights are measured.
     """
 
-    candidates: tuple[Candidate | None, ...]
+    candidates: tuple[AttentionRule | None, ...]
     ranges: Ranges = ((0.0, 0.2), (0.2, 0.6), (0.6, 1.0))
     block_size: int = 64
     order: Any = "bars"
@@ -112,9 +104,7 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
     count = min(space.groups, error.shape[2])
     groups = [tuple(group.tolist()) for group in torch.arange(error.shape[2], device="cpu").chunk(count)]
     for (at, steps), layers in product(enumerate(space.ranges), groups):
-        candidate = space.candidates[probe]
-        assert candidate is not None, "only the last candidate is dense"
-        rule = VideoRule.of(candidate.rule, layers=layers, steps=steps, rest=candidate.rest)
+        rule = VideoRule.of(space.candidates[probe], layers=layers, steps=steps)
         found = [run_with(sampler, policy_of(sampler, space, [rule]), case)[0] for case in cases]
         change = sum(relative_error(a.latents, b.latents) ** 2 for a, b in zip(found, dense, strict=True)) / len(cases)
         weights[at, list(layers)] = change / float(error[probe, at, list(layers)].sum().clamp(min=1e-12))
@@ -131,11 +121,7 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
     density[:-1] = 0.0
     block_size = as_block_size(space.block_size)
     plans = [
-        GridPlan.of(
-            plan_of([each.rule] * facts.q_heads, facts.kv_heads, block_size, causal=False), [each.rest] * facts.q_heads
-        )
-        for each in space.candidates
-        if each is not None
+        plan_of([rule] * facts.q_heads, facts.kv_heads, block_size, causal=False) for rule in space.candidates[:-1]
     ]
     parts = [VideoRule.of(None, steps=steps) for steps in space.ranges]  # dense, so that the handle knows the step
     measured: dict[int, float] = {}  # share of the steps at which each range is measured
@@ -156,7 +142,7 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
                 found, layout = attend(q, k, v, handle.grid(q), plan)
                 error[index, at, layer] += (energy(found - out, gram) / whole).cpu()
                 visited = layout.kv_num_blocks.float().mean((0, 2)).cpu() / layout.kv_blocks
-                density[index, at, layer] += visited + rest_density(plan.rest, block_size[1])
+                density[index, at, layer] += visited
 
         return watch
 

@@ -21,7 +21,7 @@ from dynaxx.lab.report.charts import Axes, ChartLine, Point, line_chart
 from dynaxx.policy import Evidence, MeasuredOn, policy_text
 from dynaxx.selection import MeanPool, MeanQuery
 from dynaxx.video.policy import VideoPolicy, VideoRule
-from dynaxx.video.tune.costs import Candidate, Case, Space, policy_of, ranges_of, run_with
+from dynaxx.video.tune.costs import Case, Space, policy_of, ranges_of, run_with
 from dynaxx.video.tune.sampling import Sample, Sampler, psnr, relative_error, ssim
 from dynaxx.video.tune.search import Search, Trial, trial
 
@@ -86,10 +86,8 @@ def image(frame: Tensor) -> str:
 
 DENSITIES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
 MASSES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97)
-RESTS = (0.0, 0.1, 0.3)
 CANDIDATES = tuple(
-    Candidate(rule, rest)
-    for rest in RESTS
+    rule
     for scorer in (MeanPool(), MeanQuery())
     for rule in (
         *(dx.TopK(share, scorer, per="head") for share in DENSITIES),

@@ -83,12 +83,10 @@ class Search:
         for steps, of_layers in zip(self.space.ranges, choice.tolist(), strict=True):
             for layer, of_heads in enumerate(of_layers):
                 for index in sorted(set(of_heads)):
-                    candidate = self.space.candidates[index]
+                    rule = self.space.candidates[index]
                     heads = tuple(head for head, chosen in enumerate(of_heads) if chosen == index)
-                    if candidate is not None:
-                        yield VideoRule.of(
-                            candidate.rule, layers=(layer,), heads=heads, steps=steps, rest=candidate.rest
-                        )
+                    if rule is not None:
+                        yield VideoRule.of(rule, layers=(layer,), heads=heads, steps=steps)
 
     def sparsest(self, limit: float, rounds: int = 6, say: Callable[[Trial], None] | None = None) -> list[Trial]:
         """Return the trials of a bisection for the sparsest policy with a PSNR of at least `limit` dB.
