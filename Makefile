@@ -16,7 +16,6 @@ SERVE_ENV ?= .venv-serve
 
 DEEPSPEED_ENV ?= .venv-deepspeed
 DEEPSPEED_OPS = $(abspath $(DEEPSPEED_ENV))/extensions
-KERNELS_ENV ?= .venv-kernels
 VIDEO_ENV ?= .venv-video
 OMNI_ENV ?= .venv-vllm-omni
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
@@ -34,7 +33,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-xformers test-openvino test-serve test-deepspeed test-kernels test-video test-vllm-omni test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-xformers test-openvino test-serve test-deepspeed test-video test-vllm-omni test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -165,15 +164,6 @@ $(DEEPSPEED_ENV)/deepspeed.stamp: pyproject.toml
 test-deepspeed: $(DEEPSPEED_ENV)/deepspeed.stamp ## Test Ulysses and ZeRO of DeepSpeed on two CPU ranks
 	TORCH_EXTENSIONS_DIR=$(DEEPSPEED_OPS) $(DEEPSPEED_ENV)/bin/python -m pytest -m "slow or not slow" tests/distributed/test_deepspeed.py
 
-# transformers 5.22 is the newest that takes a release of kernels that can be had.
-$(KERNELS_ENV)/kernels.stamp: pyproject.toml
-	@test -x $(KERNELS_ENV)/bin/python || $(PYTHON) -m venv $(KERNELS_ENV)
-	@$(KERNELS_ENV)/bin/pip install -qq "$(TORCH)" -e . transformers==5.22.0 kernels==0.17.2 pytest
-	@touch $@
-
-test-kernels: $(KERNELS_ENV)/kernels.stamp ## Load the kernel package with Hugging Face's kernels
-	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/engines/test_hub_kernels.py
-
 $(VIDEO_ENV)/video.stamp: pyproject.toml
 	@test -x $(VIDEO_ENV)/bin/python || $(PYTHON) -m venv $(VIDEO_ENV)
 	@$(VIDEO_ENV)/bin/pip install -qq "$(TORCH)" -e '.[cli,transformers]' diffusers==0.42.1 pytest -c constraints.txt
@@ -259,4 +249,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-kernels .venv-video .venv-vllm-omni demo
+	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-video .venv-vllm-omni demo

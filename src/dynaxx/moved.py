@@ -16,7 +16,7 @@ from typing import Any
 MOVED = {
     **{
         f"integrations.{engine}": f"engines.{engine}"
-        for engine in ("deepspeed", "hub_kernels", "onnx", "openvino", "portable", "triton_server")
+        for engine in ("deepspeed", "onnx", "openvino", "portable", "triton_server")
     },
     **{
         f"integrations.transformers.{name}": f"trained.transformers.{name}"

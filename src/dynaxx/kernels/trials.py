@@ -39,9 +39,7 @@ class Tried(NamedTuple):
 
     fields: tuple[str, ...]  # of a problem, which distinguish kernels
     backends: tuple[str, ...]  # that are tried
-    worker: str = (
-        f"{__name__.partition('.')[0]}.lab.doctor.trial"  # module that runs a trial; kernel packages have none
-    )
+    worker: str = "dynaxx.lab.doctor.trial"  # module that runs a trial
 
 
 # Operations whose kernels are tried. Trained sparse attention adds its own.
