@@ -9,7 +9,6 @@ VLLM_NEWEST ?= vllm==0.33.0
 VLLM_ENV ?= .venv-vllm
 TRITON_SERVER ?= nvidia-pytriton==0.7.0
 TRITON_ENV ?= .venv-triton
-XFORMERS_ENV ?= .venv-xformers
 OPENVINO ?= openvino==2026.4.1
 OPENVINO_ENV ?= .venv-openvino
 SERVE_ENV ?= .venv-serve
@@ -33,7 +32,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-xformers test-openvino test-serve test-deepspeed test-video test-vllm-omni test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-openvino test-serve test-deepspeed test-video test-vllm-omni test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -128,16 +127,6 @@ $(SERVE_ENV)/serve.stamp: pyproject.toml
 
 test-serve: $(SERVE_ENV)/serve.stamp ## Test policies in transformers' own HTTP server
 	$(SERVE_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/transformers/test_serve_transformers.py
-
-# Only its masks are used, which are plain Python.
-$(XFORMERS_ENV)/xformers.stamp: pyproject.toml
-	@test -x $(XFORMERS_ENV)/bin/python || $(PYTHON) -m venv $(XFORMERS_ENV)
-	@$(XFORMERS_ENV)/bin/pip install -qq "$(TORCH)" -e . pytest
-	@$(XFORMERS_ENV)/bin/pip install -qq --no-deps xformers==0.0.35
-	@touch $@
-
-test-xformers: $(XFORMERS_ENV)/xformers.stamp ## Test layouts of xFormers' own masks
-	$(XFORMERS_ENV)/bin/python -m pytest tests/integrations/test_xformers_masks.py
 
 # OpenVINO and its GenAI pipelines.
 $(OPENVINO_ENV)/openvino.stamp: pyproject.toml
@@ -249,4 +238,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-video .venv-vllm-omni demo
+	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-openvino .venv-serve .venv-deepspeed .venv-video .venv-vllm-omni demo
