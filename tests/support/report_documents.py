@@ -157,6 +157,11 @@ def tuning(verdict: str = "sparse", ended: str = "done", of: dict | None = None)
             "Run the same command with --time-budget 15m: it continues, and on this machine now its search would end.",
         ),
     }
+    if ended == "interrupted":
+        found["undecided"] = (
+            "the search was stopped after 1 trial; no density is known to pass or to fail",
+            "Run the same command again: it continues.",
+        )
     if verdict == "sparse" and ended != "done":
         found["sparse"] = (
             found["sparse"][0],
@@ -183,7 +188,7 @@ def tuning(verdict: str = "sparse", ended: str = "done", of: dict | None = None)
             }
             for n, d, s in (crossover if verdict == "sparse" else ())
         ],
-        "sparse_from": 512 if verdict == "sparse" else None,
+        "sparse_from": 563 if verdict == "sparse" else None,
         "ended": ended,
         "verdict": verdict,
         "why": found[verdict][0],
@@ -215,9 +220,14 @@ def policy(sparse: bool = True) -> dict:
 
 
 def validation(
-    passed: bool = True, speedup: float = 1.6, spread: float = 0.05, of: dict | None = None, whole: bool = True
+    passed: bool = True,
+    speedup: float = 1.6,
+    spread: float = 0.05,
+    of: dict | None = None,
+    whole: bool = True,
+    pairs: int = 5,
 ) -> dict:
-    """Return a validation about a policy; `spread` is half the interval of the speed-ups.
+    """Return a validation about a policy; `spread` is half the interval of the speed-ups of so many pairs of runs.
 
     One that is not whole had no time for tasks and for more than the shortest prompt.
     """
@@ -228,7 +238,7 @@ def validation(
     ]
     times = [(640, 0.9, 0.88), (2048, 3.6, 3.2), (4096, 8.3, 6.3), (8192, 20.9, 20.9 / speedup)]
     speed = [
-        SpeedRow(n, d, s, d / s, 5, 900.0 + n / 8, 880.0 + n / 8, d / s - spread, d / s + spread, 2 * d, 2 * s)
+        SpeedRow(n, d, s, d / s, pairs, 900.0 + n / 8, 880.0 + n / 8, d / s - spread, d / s + spread, 2 * d, 2 * s)
         for n, d, s in times[: len(times) if whole else 1]
     ]
     checks.append(slowdown_check(speed, 1.03))

@@ -164,10 +164,11 @@ def _template() -> tuple[Any, type[Exception]]:
 
 
 def _whole_options(text: str) -> Any:
-    """Return text as HTML in which no line ends within an option such as `--out`."""
+    """Return text as HTML in which no line ends within an option such as `--out`, and names in backticks are code."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"--[a-z]\S*", r'<span class="option">\g<0></span>', str(escape(text))))
+    whole = re.sub(r"--[a-z]\S*", r'<span class="option">\g<0></span>', str(escape(text)))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", whole))
 
 
 def _page(documents: dict[str, Any], problems: dict[str, str], folder: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ RULE_NAMES = {
     "mean_query": "mean query",
     "last_query_probe": "last-query probe",  # of earlier analyses
 }
+NARROW_LAYERS = 8  # layers of the budget chart that a narrow screen shows
 MAX_MAPS = 400  # number of heads above which heat maps are reduced, to keep the page small
 
 
@@ -167,6 +168,7 @@ def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
             "sparse from",
         ),
         "budgets": _budget_matrix(document) if document.get("budgets") and chosen else "",
+        "many_layers": len(document.get("budgets") or ()) > NARROW_LAYERS,
     }
 
 
@@ -359,7 +361,8 @@ def machine_facts(documents: dict[str, Any]) -> dict[str, str]:
         elif isinstance(value, list):
             value = ", ".join(str(each) for each in value)
         if value not in ("", None):
-            said[name.replace("_", " ")] = number(value)
+            label, unit = ("memory", " GiB") if name == "memory_gib" else (name.replace("_", " "), "")
+            said[label] = number(value) + unit
     return said
 
 

@@ -49,8 +49,8 @@ def change(ratio: float, digits: int = 2) -> str:
 
 
 def times(factor: float) -> str:
-    """Format a factor as "1.6" and a multiplication sign."""
-    return f"{factor:.{2 if factor < 1.2 else 1}f}\N{MULTIPLICATION SIGN}"
+    """Format a factor as "1.60" and a multiplication sign."""
+    return f"{factor:.{2 if factor < 10 else 1}f}\N{MULTIPLICATION SIGN}"
 
 
 def duration(seconds: float) -> str:
@@ -104,7 +104,7 @@ def _validated(
     if row is None:
         parts.append("Speed was not measured.")
     else:
-        said = f"at {row['speedup']:.2f} times the speed of dense ({row['low']:.2f} to {row['high']:.2f} measured)"
+        said = f"at {row['speedup']:.2f} times the speed of dense ({_measured(row)})"
         parts.append(f"A prefill of {row['seqlen']:,} tokens runs {said}.")
     if row is not None and (validation.get("layer_calls") or {}).get("own_pattern_calls"):
         parts.append("Layers with a window of their own run on dynaxx's kernels too, which is part of the speed.")
@@ -129,7 +129,7 @@ def _validated(
         headline = f"Quality holds: {kept}. The speed was not measured."
     elif short:
         headline = f"Quality holds: {kept}. The speed is known up to {row['seqlen']:,} tokens."
-    elif row["high"] < 1:
+    elif row["high"] < 1 and row["pairs"] > 1:
         headline = f"Quality holds: {kept}. But {row['seqlen']:,} tokens are slower than dense on this machine."
     elif row["low"] <= 1 or row["speedup"] < FASTER:
         headline = f"Quality holds: {kept}. But {row['seqlen']:,} tokens are not clearly faster on this machine."
@@ -225,7 +225,7 @@ def _stats(documents: dict[str, Any]) -> tuple[Stat, ...]:
         stats.append(_perplexity(chosen["ratio"], 1 + tuning["tolerance"], "the tuning text"))
     row = _longest(validation)
     if row is not None:
-        note = f"of dense at {row['seqlen']:,} tokens, {row['low']:.2f} to {row['high']:.2f} measured"
+        note = f"of dense at {row['seqlen']:,} tokens, {_measured(row)}"
         stats.append(Stat(times(row["speedup"]), "prefill speed", note + (", machine busy" if row["busy"] else "")))
     profile = documents.get("profile")
     if profile and profile["lengths"]:
@@ -240,6 +240,11 @@ def _perplexity(ratio: float, limit: float, where: str) -> Stat:
     value, most = apart(100 * (ratio - 1), 100 * (limit - 1), 1)
     sign = "" if value.startswith("-") else "+"
     return Stat(f"{sign}{value}{NBSP}%", "perplexity", f"limit {most}{NBSP}%, on {where}")
+
+
+def _measured(row: dict[str, Any]) -> str:
+    """Return the interval of the pairs of runs; a single pair has none."""
+    return f"{row['low']:.2f} to {row['high']:.2f} measured" if row["pairs"] > 1 else "one pair of runs"
 
 
 def _longest(validation: dict[str, Any]) -> dict[str, Any] | None:

@@ -46,7 +46,9 @@ class Check:
         if self.name == "slowdown":
             value, limit = apart(self.value, self.limit, 2)
             at = f" of {self.where}" if self.where else ""
-            within = "" if self.low is None or self.high is None else f"; {self.low:.2f} to {self.high:.2f} measured"
+            within = ""
+            if self.low is not None and self.high is not None and self.low < self.high:  # equal after one pair of runs
+                within = f"; {self.low:.2f} to {self.high:.2f} measured"
             return f"prefill{at} takes {value} times as long as dense (limit {limit}{within})"
         if self.name == "repetition_increase":
             value, limit = apart(100 * self.value, 100 * self.limit, 1)

@@ -125,8 +125,8 @@ class SpeedRow:
         cpu = ""
         if self.dense_cpu_seconds and self.sparse_cpu_seconds:
             cpu = f", {self.dense_cpu_seconds / self.sparse_cpu_seconds:.2f}x by CPU time"
-        pairs = f"{self.pairs} pair{'s' * (self.pairs > 1)}"
-        return f"{self.speedup:.2f}x the speed of dense ({self.low:.2f} to {self.high:.2f} in {pairs}{cpu})"
+        pairs = f"{self.low:.2f} to {self.high:.2f} in {self.pairs} pairs" if self.pairs > 1 else "one pair of runs"
+        return f"{self.speedup:.2f}x the speed of dense ({pairs}{cpu})"
 
     def against(self, slowdown: float) -> Literal["fast", "slow", "unclear"]:
         """Return whether the prefill is surely within a limit of sparse over dense seconds, surely not, or neither.
