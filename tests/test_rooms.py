@@ -195,10 +195,10 @@ def test_folders_are_small():
 
 
 def test_old_import_paths_are_the_modules_at_their_new_places():
-    with pytest.warns(DeprecationWarning, match="is now `dynaxx.engines.portable"):
-        old = importlib.import_module("dynaxx.integrations.portable.manifest")
-    assert old is importlib.import_module("dynaxx.engines.portable.manifest")
-    assert old.__spec__.name == "dynaxx.engines.portable.manifest"
+    with pytest.warns(DeprecationWarning, match="is now `dynaxx.trained.nn"):
+        old = importlib.import_module("dynaxx.nn.cache")
+    assert old is importlib.import_module("dynaxx.trained.nn.cache")
+    assert old.__spec__.name == "dynaxx.trained.nn.cache"
 
 
 def test_moved_modules_exist():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import paths and names of earlier versions: each works for one version, with a warning that names the new place."""
+"""Import paths and names of 0.1.0: each works for one version, with a warning that names the new place."""
 
 from __future__ import annotations
 
@@ -12,37 +12,19 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# New places by old ones, both relative to `dynaxx`; what lies below them moved along.
+# New places of the modules of 0.1.0, both relative to `dynaxx`; what lies below them moved along.
 MOVED = {
-    **{
-        f"integrations.{engine}": f"engines.{engine}"
-        for engine in ("deepspeed", "onnx", "openvino", "portable", "triton_server")
-    },
-    **{
-        f"integrations.transformers.{name}": f"trained.transformers.{name}"
-        for name in ("indexed_llama", "llama", "nsa_llama")
-    },
     "integrations.transformers.nsa_cache": "trained.transformers.nsa_llama",
-    "integrations.sequence_parallel": "distributed.transformers",
+    "integrations.transformers.nsa_llama": "trained.transformers.nsa_llama",
     "layout.nsa": "trained.nsa.spans",
-    "layout.paging.compressed": "trained.nsa.compressed_pages",
-    "layout.tokens": "trained.tokens.spans",
     "nn": "trained.nn",
-    "ops.indexer": "trained.tokens.indexer",
     "ops.nsa": "trained.nsa.attention",
-    "ops.nsa_branches": "trained.nsa.branches",
     "ops.nsa_decode": "trained.nsa.decode",
     "ops.selected": "trained.selected",
-    "ops.token_steps": "trained.tokens.steps",
-    "selection.tokens": "trained.tokens.choice",
-    "testing.nsa": "trained.testing.nsa",
-    "testing.tokens": "trained.testing.tokens",
 }
 
-# Names that `dynaxx` itself offered, beside those of `trained`, by the module that offers them now.
+# Names that `dynaxx` offered in 0.1.0, beside those of `trained`, by the module that offers them now.
 NAMES = {
-    "engines.onnx": ("OnnxModel", "export_onnx"),
-    "integrations.flash_attn": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
     "layout": ("PackedLayout", "pack_layouts"),
     "layout.paging": ("ExactTokens", "PageSummaries", "quantize_pages"),
     "ops": ("SparseAttentionOutput",),
@@ -50,7 +32,6 @@ NAMES = {
     "ops.explain": ("explain_decode", "explain_selection"),
     "patterns": ("content_tokens",),
     "patterns.compressed": ("Compressed",),
-    "selection": ("TileQueries",),
     "selection.packed": ("select_packed_blocks",),
     "selection.pages": ("PagePlan",),
 }
