@@ -43,7 +43,7 @@ SOFTMAX = Softmax(0.2)
 class Batch:
     """Sequences of random content whose pages lie in any order, with their caches filled through slots."""
 
-    def __init__(self, lengths=LENGTHS, page_size=16, seed=0, contiguous=True, fp8=False):
+    def __init__(self, lengths=LENGTHS, page_size=16, seed=0, contiguous=True, fp8=False, tokens_first=False):
         draw = torch.Generator().manual_seed(seed)
         self.keys = [torch.randn(n, 2, 16, generator=draw) for _, n in lengths]
         self.values = [torch.randn(n, 2, 16, generator=draw) for _, n in lengths]
@@ -55,6 +55,8 @@ class Batch:
         table = torch.full((len(lengths), max(used) + 2), 0, dtype=torch.int32)
         wide = 1 if contiguous else 2
         memory = torch.full((len(order) + 1, 2, page_size, wide * 32), torch.nan)
+        if tokens_first:
+            memory = memory.transpose(1, 2).contiguous().transpose(1, 2)
         scales = torch.tensor([0.02, 0.03]), torch.tensor(0.015)  # one per head, and one
         self.pages = Pages(memory.to(FP8)[..., :32], *scales) if fp8 else Pages(memory[..., :32])
         for row, count in enumerate(used):

@@ -96,11 +96,15 @@ def contiguous(batch, row, drop=0):
     return dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16))
 
 
+PAGES = [{}, {"page_size": 64}, {"page_size": 32, "tokens_first": True}]  # of an engine; the rules' have 16 tokens
+
+
+@pytest.mark.parametrize("pages", PAGES, ids=repr)
 @pytest.mark.parametrize("fp8", [True, False])
-def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8):
+def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8, pages):
     """Each sequence as alone over a plain cache; what a rule without prefill leaves dense is causal."""
     lengths = ((1, 300), (40, 40), (1, 129), (4, 200), (1, 1), (4, 90), (130, 130), (20, 300))
-    batch = Batch(lengths, fp8=fp8)
+    batch = Batch(lengths, fp8=fp8, **pages)
     ready = deployed(policy_of(SPARSE, DECODE, dense_below=80), telemetry)
     step, layer = Step(batch.sequences, ready), layer_of(telemetry)
     out, worked = run(batch, step, layer)
@@ -123,6 +127,7 @@ def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8):
     assert Step(batch.sequences, ready).split(1).reasons == {"no rule": 8}
 
 
+@pytest.mark.parametrize("pages", PAGES, ids=repr)
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize(
     ("case", "fields"),
@@ -135,9 +140,9 @@ def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8):
         ("whole", {}),
     ],
 )
-def test_a_step_that_graphs_may_capture_is_the_same_step(case, fields, fp8, telemetry):
+def test_a_step_that_graphs_may_capture_is_the_same_step(case, fields, fp8, pages, telemetry):
     """Every sequence alike, whether the host decides or the device."""
-    batch = Batch(STEPS, fp8=fp8)
+    batch = Batch(STEPS, fp8=fp8, **pages)
     batch.q = batch.q[:8]  # padded to the batch of a graph
     rule = dx.Rule.of(dx.TopK(1.0), phase="decode", layers=[0]) if case == "whole" else DECODE
     ready = deployed(policy_of(rule, **fields), telemetry)
@@ -221,6 +226,8 @@ def test_kernels_are_run_for_every_kind_of_step():
         decoding = paged_warmup.Decoding(16, 35, 5, 3, fp8)
         paged_warmup.run_decode(DecodePlan(dx.PageBudget(2, sinks=4), 16), shape, decoding)
         paged_warmup.run_decode(DecodePlan(dx.PageBudget(1.0), 16), shape, decoding)
+        smaller = DecodePlan(dx.PageBudget(2, sinks=4), 8)
+        paged_warmup.run_decode(smaller, shape, decoding)
     with paged_warmup.compiled_kernels() as names:
         pass
     assert names == []
@@ -243,11 +250,12 @@ def test_chunks_of_the_warm_up_run_as_requests_do_and_count_nothing(fp8, telemet
     assert ready.interruption(0) is None
 
 
-def test_summaries_follow_the_tokens(telemetry):
+@pytest.mark.parametrize("pages", PAGES, ids=repr)
+def test_summaries_follow_the_tokens(telemetry, pages):
     """Steps over growing sequences choose as over caches that are summarized anew: chunks, then single tokens."""
     ready, layer = deployed(policy_of(DECODE), telemetry), layer_of(telemetry)
-    whole = Batch(((0, 200), (0, 150)))
-    done, table = [0, 0], whole.sequences.page_table
+    whole = Batch(((0, 200), (0, 150)), **pages)
+    done, table, size = [0, 0], whole.sequences.page_table, whole.pages.page_size
     pages = Pages(torch.zeros_like(whole.pages.memory))
     for new in ((120, 70), (30, 1), (1, 1), (1, 30), (1, 1), (3, 3)):
         starts = [0, new[0], sum(new)]
@@ -255,7 +263,7 @@ def test_summaries_follow_the_tokens(telemetry):
         q = torch.randn(sum(new), 6, 16)
         for row, count in enumerate(new):
             at = torch.arange(done[row] - count, done[row])
-            slots = table[row, at // 16].long() * 16 + at % 16
+            slots = table[row, at // size].long() * size + at % size
             write(pages, whole.keys[row][at], whole.values[row][at], slots)
         step = Step(Sequences(table, torch.tensor(done, dtype=torch.int32), starts, done), ready)
         out = torch.full_like(q, torch.nan)
@@ -264,6 +272,28 @@ def test_summaries_follow_the_tokens(telemetry):
             cache = contiguous(whole, row)
             want = dx.sparse_decode(q[None, row.tokens], cache, ready.decode[0].budget, scale=0.2)
             torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
+
+
+def test_pages_that_cannot_be_divided_are_dense(telemetry):
+    """Pages of an odd distance: the layer says so and the step is dense."""
+    batch, layer = Batch(STEPS, page_size=64), layer_of(telemetry)
+    apart = torch.zeros(len(batch.pages.memory), 2 * 64 * 32 + 32)
+    memory = apart[:, : 2 * 64 * 32].unflatten(1, (2, 64, 32))
+    step = Step(batch.sequences, deployed(policy_of(DECODE), telemetry))
+    assert not layer.sparse(batch.q, Pages(memory), step, torch.empty_like(batch.q))
+    assert layer.counts.to_dict()["dense_calls"] == {"kernel failed": 1}
+
+
+def test_graphs_compute_the_page_table_of_smaller_pages(telemetry):
+    """A graph reads the engine's page table at every replay: the first layer looks it up again."""
+    batch, layer = Batch(((1, 200), (1, 200)), page_size=64), layer_of(telemetry)
+    step = Step(batch.sequences, deployed(policy_of(DECODE), telemetry))
+    assert step.capturable(LayerLimits([0], "cpu"))
+    first, again = torch.empty_like(batch.q), torch.empty_like(batch.q)
+    layer.sparse(batch.q, batch.pages, step, first)
+    batch.sequences.page_table[[0, 1]] = batch.sequences.page_table[[1, 0]]
+    layer.sparse(batch.q, batch.pages, step, again)
+    assert (first[0] - again[0]).abs().max() > 1e-3
 
 
 def test_neighbours_change_nothing(telemetry):

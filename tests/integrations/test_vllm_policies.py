@@ -86,7 +86,14 @@ def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
         ({"speculative_config": Namespace(method="eagle")}, "speculative method 'eagle'"),
         ({"model_config__is_mm_prefix_lm": True}, "bidirectional attention"),
         ({"model_config__rswa_window": 5}, "reference sliding window"),
-        ({"policy": policy_of(DECODE)}, "pages of 128 tokens, decode rules .16.; use --block-size 16"),
+        (
+            {"policy": policy_of(DECODE), "cache_config__block_size": 24},
+            "pages of 24 tokens, decode rules .16.; use --block-size 16",
+        ),
+        (
+            {"policy": policy_of(DECODE, DECODE.model_copy(update={"layers": (1,), "block_size": 32}))},
+            "decode rules have pages of .16, 32. tokens",
+        ),
         ({"policy": policy_of(rollout={"share": 0.5})}, "`rollout.share`"),
         ({"policy": policy_of(dx.Rule.of(dx.GlobalContent((5,))))}, "need token ids"),
         ({"policy": policy_of(guard={}), "parallel_config__tensor_parallel_size": 2}, "`guard` watches whole layers"),
@@ -125,9 +132,10 @@ def test_a_layer_keeps_its_models_softmax(tmp_path):
 
 def test_decode_rules_need_their_pages(tmp_path):
     found, _keep = engine(tmp_path, policy_of(DECODE), cache_config__block_size=16)
-    with pytest.raises(dx.UnsupportedInputError, match="its pages have 32 tokens, but its decode rule has 16"):
-        found.bind(0, attention(), 32)
+    with pytest.raises(dx.UnsupportedInputError, match="its pages have 24 tokens, no multiple of its decode rule's 16"):
+        found.bind(0, attention(), 24)
     assert found.bind(0, attention(), 16) is not None
+    assert found.bind(0, attention(), 64) is not None
 
 
 def test_a_new_policy_comes_into_force_and_a_bad_one_does_not(tmp_path, telemetry):

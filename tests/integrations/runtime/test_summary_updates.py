@@ -12,7 +12,7 @@ from dynaxx.integrations.runtime import summary_updates
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import FP8, Pages, Sequences, Softmax
-from dynaxx.integrations.runtime.paged_decode import LivingSummaries, _every_page
+from dynaxx.integrations.runtime.paged_decode import LivingSummaries, every_page
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.runtime.summary_updates import JointUpdates, WaitingLayer
 from dynaxx.ops.decode import summarize_pages
@@ -125,7 +125,7 @@ def test_layers_that_decode_do_not_wait(telemetry, decode_from):
         assert not step.waiting
         for layer, pages in zip(layers, caches, strict=True):
             found = layer._summaries._summaries
-            want = summarize_pages(_every_page(pages), bound=found.bound).summaries
+            want = summarize_pages(every_page(pages), bound=found.bound).summaries
             for part, new in step.sequences.with_new_keys:
                 for at, used in enumerate(part.seqused_k.tolist()):
                     whole = part.page_table[at, max(used - new, 0) // PAGE : used // PAGE].long()
@@ -143,7 +143,7 @@ def test_a_layer_that_runs_after_the_last_updates_and_counts_for_itself(telemetr
     assert sum(layers[0].counts.to_dict()["dense_calls"].values()) == 2
     whole = step.sequences.page_table[0, : 500 // PAGE].long()
     found = layers[0]._summaries._summaries
-    assert torch.equal(found.low[whole], summarize_pages(_every_page(pages), bound=found.bound).summaries.low[whole])
+    assert torch.equal(found.low[whole], summarize_pages(every_page(pages), bound=found.bound).summaries.low[whole])
 
 
 @pytest.mark.parametrize("updates", [True, False])
@@ -169,12 +169,12 @@ def test_summaries_are_made_anew_after_steps_that_did_not_update_them(telemetry)
     layers[0].sparse(q, pages, Step(step_of(((1, 300),)), without), torch.zeros_like(q))
     layers[0].sparse(q, pages, next_step(), torch.zeros_like(q))
     found = layers[0]._summaries._summaries
-    assert torch.equal(found.low, summarize_pages(_every_page(pages), bound=found.bound).summaries.low)
+    assert torch.equal(found.low, summarize_pages(every_page(pages), bound=found.bound).summaries.low)
 
 
 def test_steps_of_padding_update_nothing():
     pages, padding = pages_of(0), Sequences(torch.zeros(2, PAGES).int(), torch.zeros(2).int(), [0, 0, 0], [0, 0])
-    layer = WaitingLayer(pages, summarize_pages(_every_page(pages), bound=0.5).summaries)
+    layer = WaitingLayer(pages, summarize_pages(every_page(pages), bound=0.5).summaries)
     before = layer.summaries.low.clone()
     JointUpdates(0).run([layer], padding)
     assert torch.equal(layer.summaries.low, before)
@@ -184,7 +184,7 @@ def test_few_sets_of_layers_are_kept():
     joint, sequences = JointUpdates(0), step_of(((20, 20),))
     for seed in range(3 * summary_updates.MAX_SETS):
         pages = pages_of(seed % 3)
-        joint.run([WaitingLayer(pages, summarize_pages(_every_page(pages), bound=0.5).summaries)], sequences)
+        joint.run([WaitingLayer(pages, summarize_pages(every_page(pages), bound=0.5).summaries)], sequences)
     assert len(joint._joint) <= summary_updates.MAX_SETS
 
 

@@ -175,6 +175,52 @@ def test_summaries_kept_up_to_date_are_those_made_afresh(backend, paged):
                 assert torch.equal(summaries.scale[where], fresh.scale[where])
 
 
+def check_smaller_pages(tokens_first, backend, device="cpu"):
+    """A cache with pages of 64 and room between them, divided, decodes as the same keys in pages of 16."""
+    gen = torch.Generator().manual_seed(7)
+    table = torch.tensor([[5, 0, 3, -1], [2, 6, 1, 4]], dtype=torch.int32)
+    memory = torch.randn(7, 64, 2, 64, generator=gen) if tokens_first else torch.randn(7, 2, 64, 64, generator=gen)
+    k, v = (memory if tokens_first else memory.transpose(1, 2)).to(device).chunk(2, -1)
+    used = torch.tensor([150, 233], dtype=torch.int32, device=device)
+    cache = dx.PagedCache(k, v, used, table.to(device)).with_page_size(16)
+    copy = lambda x: x[table.clamp(min=0).long()].flatten(1, 2)
+    plain = dx.PagedCache.contiguous(copy(k), copy(v), page_size=16, seqused_k=used)
+    assert cache.page_size == 16
+    assert cache.k.data_ptr() == k.data_ptr()
+    assert (cache.page_table < 0).sum() == 4
+    q = torch.randn(2, 1, 6, 32, generator=gen).to(device)
+    for bound, dtype in ((1.0, torch.int8), (0.0, torch.float32)):
+        both = [dx.summarize_pages(x, bound=bound, dtype=dtype, backend=backend) for x in (cache, plain)]
+        stored = both[0].summaries.low.untyped_storage().nbytes()
+        assert stored <= (7 + 1) * 4 * 2 * 32 * dtype.itemsize, "memory between the pages of a head takes none"
+        budget = dx.PageBudget(3, sinks=4, bound=bound)
+        torch.testing.assert_close(*(dx.sparse_decode(q, x, budget, backend=backend) for x in both))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_smaller_pages(tokens_first, backend):
+    check_smaller_pages(tokens_first, backend)
+
+
+def test_pages_that_cannot_be_smaller():
+    k = torch.zeros(3, 64, 2, 16)
+    table, used = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
+    cache = dx.PagedCache(k, k, used, table)
+    assert cache.with_page_size(64) is cache
+    with pytest.raises(ValueError, match="no whole number of 128 tokens"):
+        cache.with_page_size(128)
+    apart = torch.zeros(3, 70, 2, 16)[:, :64]
+    with pytest.raises(ValueError, match="no whole number of 16 tokens"):
+        dx.PagedCache(apart, apart, used, table).with_page_size(16)
+    with pytest.raises(ValueError, match="different orders"):
+        dx.PagedCache(k, torch.zeros(3, 2, 64, 16).transpose(1, 2), used, table).with_page_size(16)
+    scale = torch.ones(3, 2)
+    stored = dx.PagedCache(k.to(torch.int8), k.to(torch.int8), used, table, k_scale=scale, v_scale=scale)
+    with pytest.raises(ValueError, match="a scale per page"):
+        stored.with_page_size(16)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_full_budget_is_dense(backend):
     cache, rng, gen = random_cache(11, dtype=torch.float32)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_decode import check_attention, check_summaries, queries, random_cache, random_pages
+from test_decode import check_attention, check_smaller_pages, check_summaries, queries, random_cache, random_pages
 
 import dynaxx as dx
 from dynaxx.layout.paging import ExactTokens, quantize_pages
@@ -58,6 +58,12 @@ def test_a_chunk_of_queries(dtype):
     pages = dx.select_pages(q, cache, dx.PageBudget(0.4), backend="triton")
     assert (pages >= 0).sum(-1).tolist() == [[11, 11]]  # 7 of 16, and the 4 that contain the queries
     check_attention(q, cache, pages, "triton")
+
+
+@runs_here
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_smaller_pages(tokens_first):
+    check_smaller_pages(tokens_first, "triton", DEVICE)
 
 
 @runs_here

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import MAX_QUERIES
-from dynaxx.layout.paging import PagedCache, PageSummaries, SequenceKeys, places_of, rows_of
+from dynaxx.layout.paging import PagedCache, PageSummaries, SequenceKeys, divided_pages, places_of, rows_of
 from dynaxx.layout.paging.in_place import MovedLayouts
 from dynaxx.lazy import lazy
 from dynaxx.ops import sparse_attention
@@ -32,6 +32,7 @@ class Pages(NamedTuple):
     memory: Tensor  # (num_pages, kv_heads, page_size, 2 * head_dim), last dimension contiguous, other strides free
     k_scale: Tensor | None = None  # fp32, () or (kv_heads,); None if the memory is not fp8
     v_scale: Tensor | None = None
+    whole: Tensor | None = None  # the engine's memory, if `memory` divides its pages
 
     @classmethod
     def of(cls, memory: Tensor, k_scale: Tensor, v_scale: Tensor) -> Pages:
@@ -45,6 +46,17 @@ class Pages(NamedTuple):
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.memory.shape[2]
+
+    def divided(self, page_size: int) -> Pages:
+        """Return the same memory in smaller pages, among which a decode rule chooses; see `Sequences.over`.
+
+        Raises:
+            ValueError: see `divided_pages`.
+        """
+        if page_size == self.page_size:
+            return self
+        memory = divided_pages(self.memory.transpose(1, 2), page_size)[0].transpose(1, 2)
+        return self._replace(memory=memory, whole=self.memory)
 
     def tokens_first(self) -> tuple[Tensor, Tensor]:
         """Return k and v as views (num_pages, page_size, kv_heads, head_dim) of the memory."""
@@ -136,6 +148,7 @@ class Sequences:
         self.page_table = page_table
         self.seqused_k = seqused_k
         self._parts: dict[tuple[tuple[SequenceRow, ...], int], Part] = {}
+        self._divided: dict[tuple[int, int, int], Sequences] = {}
         self._places: dict[tuple[int, int, int, int], tuple[Tensor, MovedLayouts]] = {}
         self.rows = tuple(
             SequenceRow(
@@ -148,6 +161,24 @@ class Sequences:
             for index, seqlen_k in enumerate(seqlens_k)
             if starts[index + 1] > starts[index]  # skip padding
         )
+
+    def over(self, pages: Pages, *, anew: bool = False) -> Sequences:
+        """Return the same sequences over pages that `Pages.divided` made. The result is cached for the other layers.
+
+        Args:
+            pages: the cache of one layer.
+            anew: compute the page table again, so that a graph which is being captured contains it.
+        """
+        if pages.whole is None:
+            return self
+        found = rows_of(pages.whole.transpose(1, 2))
+        assert found is not None, "else the pages could not be divided"
+        key = (pages.whole.shape[2], found[1], pages.page_size)
+        if anew or key not in self._divided:
+            table = places_of(self.page_table, *key).clamp_(min=-1)
+            self._divided[key] = Sequences(table, self.seqused_k, [], [])
+            self._divided[key].rows = self.rows
+        return self._divided[key]
 
     def part(self, rows: Sequence[SequenceRow], batch: int = 0) -> Part:
         """Return some sequences with equal numbers of queries. The result is cached, so that layers share it.

@@ -71,7 +71,7 @@ class LivingSummaries:
         return known
 
     def _made(self, pages: Pages, bound: float) -> PageSummaries:
-        known = summarize_pages(_every_page(pages), bound=bound).summaries
+        known = summarize_pages(every_page(pages), bound=bound).summaries
         assert known is not None, "just made"
         self._summaries, self._memory = known, pages.memory.data_ptr()
         return known
@@ -93,8 +93,8 @@ def decode(
 
     Args:
         q: (tokens, q_heads, head_dim), all tokens of the step.
-        pages: the cache, including the keys of this step.
-        sequences: the sequences of the step.
+        pages: the cache, including the keys of this step, in pages of the plan's size.
+        sequences: the sequences of the step over such pages.
         rows: the sequences to compute.
         plan: the layer's decode rule.
         summaries: current summaries; None if the plan reads every page.
@@ -108,11 +108,13 @@ def decode(
         out[part.places[: len(some)]] = found[: len(some)]
 
 
-def _every_page(pages: Pages) -> PagedCache:
+def every_page(pages: Pages) -> PagedCache:
     """Return the whole memory as one long sequence."""
-    count, device = len(pages.memory), pages.memory.device
-    used = torch.tensor([count * pages.page_size], dtype=torch.int32, device=device)
-    return pages.cache(used, torch.arange(count, dtype=torch.int32, device=device)[None])
+    whole = pages if pages.whole is None else pages._replace(memory=pages.whole)
+    count, device = len(whole.memory), whole.memory.device
+    used = torch.tensor([count * whole.page_size], dtype=torch.int32, device=device)
+    table = torch.arange(count, dtype=torch.int32, device=device)[None]
+    return whole.cache(used, table).with_page_size(pages.page_size)
 
 
 NEVER = 2**31 - 1  # more keys than any sequence has
@@ -193,6 +195,7 @@ def decode_step(
     q: Tensor,
     pages: Pages,
     sequences: Sequences,
+    divided: tuple[Pages, Sequences],
     lengths: tuple[Tensor, Tensor],
     plan: DecodePlan,
     summaries: PageSummaries | None,
@@ -205,6 +208,7 @@ def decode_step(
         q: (tokens, q_heads, head_dim); the first tokens are the sequences' queries, the rest is padding.
         pages: the cache, including the keys of this step.
         sequences: the sequences of the step.
+        divided: both in pages of the plan's size.
         lengths: the result of `StepLengths.of_layer`.
         plan: the layer's decode rule.
         summaries: current summaries; None if the plan reads every page.
@@ -217,6 +221,7 @@ def decode_step(
         found.copy_(sparse_decode(queries, pages.cache(sequences.seqused_k[:batch], table), **softmax.arguments))
         return
     sparse, dense = (each[:batch] for each in lengths)
-    chosen = sparse_decode(queries, pages.cache(sparse, table, summaries), plan.budget, **softmax.arguments)
+    smaller, places = divided[0], divided[1].page_table[:batch]
+    chosen = sparse_decode(queries, smaller.cache(sparse, places, summaries), plan.budget, **softmax.arguments)
     every = sparse_decode(queries, pages.cache(dense, table), **softmax.arguments)
     torch.add(chosen, every, out=found)  # a sequence without keys contributes 0

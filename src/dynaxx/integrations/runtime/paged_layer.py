@@ -28,6 +28,7 @@ from dynaxx.integrations.runtime.summary_updates import JointUpdates, WaitingLay
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.paging import PageSummaries
 from dynaxx.lazy import lazy
+from dynaxx.policy.resolve import DecodePlan
 
 Watcher = Callable[[int, BlockLayout], None]
 
@@ -173,21 +174,21 @@ class PagedLayer:
         return worked
 
     def _attend(self, q: Tensor, pages: Pages, step: Step, out: Tensor) -> bool:
-        split = step.split(self.index)
-        summaries = self._summarized(pages, step, split)
-        if not split.runs_sparse:
-            self._count_dense(step, split)
-            if DenseReason.GUARD in split.reasons:
-                self._sample_unseen(q, pages, step, max(split.dense, key=lambda row: row.seqlen_q))
-            return True
-        breaker = step.deployed.breakers[self.index]
+        split, breaker = step.split(self.index), step.deployed.breakers[self.index]
         try:
+            summaries = self._summarized(pages, step, split)
+            if not split.runs_sparse:
+                self._count_dense(step, split)
+                if DenseReason.GUARD in split.reasons:
+                    self._sample_unseen(q, pages, step, max(split.dense, key=lambda row: row.seqlen_q))
+                return True
             for row in split.sparse:
                 self._sparse_row(q, pages, step, row, out)
             if split.decode:
                 plan = step.deployed.decode[self.index]
                 call = self.counts.decoding(self.index, q)
-                decode(q, pages, step.sequences, split.decode, plan, summaries, self.softmax, out)
+                divided = self._divided(pages, step, plan)
+                decode(q, *divided, split.decode, plan, summaries, self.softmax, out)
                 self.counts.decoded(call, q)
         except Exception as error:  # a failing kernel must not fail the request
             breaker.failed()
@@ -218,10 +219,11 @@ class PagedLayer:
         """Attend as `sparse` does, in a step that may be captured: without decisions or counts on the host."""
         plan, summaries = step.deployed.decode[self.index], None
         try:
+            divided = self._divided(pages, step, plan)
             if not plan.budget.reads_everything:
-                summaries = self._summaries.update_last(pages, step.sequences, plan.budget.bound)
+                summaries = self._summaries.update_last(*divided, plan.budget.bound)
             of_layer = lengths.of_layer(self.index)
-            decode_step(q, pages, step.sequences, of_layer, plan, summaries, self.softmax, out)
+            decode_step(q, pages, step.sequences, divided, of_layer, plan, summaries, self.softmax, out)
         except Exception as error:
             step.deployed.breakers[self.index].failed()
             self.counts.failed(self.index, error, "decode")
@@ -261,13 +263,22 @@ class PagedLayer:
         if plan is None or plan.budget.reads_everything:
             self._summaries.forget()
             return None
-        bound = plan.budget.bound
+        bound, (smaller, sequences) = plan.budget.bound, self._divided(pages, step, plan)
         if split.decode or step.updates is None:
-            return self._summaries.update(pages, step.sequences, bound)
-        known = self._summaries.update_later(pages, bound)
+            return self._summaries.update(smaller, sequences, bound)
+        known = self._summaries.update_later(smaller, bound)
         if known is not None:
-            step.waiting.append(WaitingLayer(pages, known))
+            step.waiting.append(WaitingLayer(smaller, known))
         return None
+
+    def _divided(self, pages: Pages, step: Step, plan: DecodePlan) -> tuple[Pages, Sequences]:
+        """Return the cache and the sequences in pages of the size among which the plan chooses."""
+        if plan.budget.reads_everything:
+            return pages, step.sequences
+        lengths = step.lengths  # the first layer of a captured pass computes the page table for all
+        first = lengths is not None and lengths.limits.rows.get(self.index) == 0
+        divided = pages.divided(plan.page_size)
+        return divided, step.sequences.over(divided, anew=first)
 
     def _sample_unseen(self, q: Tensor, pages: Pages, step: Step, row: SequenceRow) -> None:
         """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
@@ -289,7 +300,7 @@ class PagedLayer:
         """Do what the layers of a step left to the last one. A layer that runs even later does it for itself."""
         waiting, step.waiting, step.updates = step.waiting, [], None
         if waiting:
-            updates.run(waiting, step.sequences)
+            updates.run(waiting, step.sequences.over(waiting[0].pages))
         for outcome, calls in step.dense_calls.items():
             self.counts.dense(*outcome, calls)
         step.dense_calls.clear()

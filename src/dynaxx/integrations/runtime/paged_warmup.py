@@ -20,6 +20,7 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
 from dynaxx.integrations.runtime.paged import FP8, Pages, Part, Sequences, Softmax
+from dynaxx.integrations.runtime.paged_decode import every_page
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.runtime.routing import MAX_QUERIES
 from dynaxx.integrations.runtime.summary_updates import FEWEST, JointUpdates, WaitingLayer, joined, update, write_chunk
@@ -202,14 +203,13 @@ def _run_decoding_step(plan: DecodePlan, shape: LayerShape, decoding: Decoding, 
     if queries == 1 or not chooses:
         sparse_decode(q, cached.cache(used, table), **shape.softmax.arguments)
     if chooses:
-        everything = cached.cache(
-            torch.tensor([pages * decoding.page_size], **integers), torch.arange(pages, **integers)[None]
-        )
-        summaries = summarize_pages(everything, bound=plan.budget.bound).summaries
-        chosen: PagedCache = cached.cache(used, table, summaries)
+        smaller = cached.divided(plan.page_size)
+        summaries = summarize_pages(every_page(smaller), bound=plan.budget.bound).summaries
+        part = Part(used, Sequences(table, used, [], []).over(smaller).page_table, used)
+        chosen: PagedCache = part.cache(smaller, summaries)
         summarize_pages(chosen, new_tokens=queries)
         if summaries is not None:
-            layers, part = [WaitingLayer(cached, summaries)], Part(used, table, used)
+            layers = [WaitingLayer(smaller, summaries)]
             update(layers, joined(layers, part), part, queries)
         sparse_decode(q, chosen, plan.budget, **shape.softmax.arguments)
 

@@ -6,6 +6,7 @@ This module uses vLLM's configuration by field names and does not import vLLM.
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
@@ -154,8 +155,8 @@ class Engine:
         if (index not in deployed.plans and index not in deployed.decode) or layer.sliding_window is not None:
             return None
         reasons, decode = layer_refusals(layer, guarded=deployed.guard is not None), deployed.decode.get(index)
-        if decode is not None and decode.page_size != page_size:
-            reasons.append(f"its pages have {page_size} tokens, but its decode rule has {decode.page_size}")
+        if decode is not None and page_size % decode.page_size:
+            reasons.append(f"its pages have {page_size} tokens, no multiple of its decode rule's {decode.page_size}")
         if reasons:
             raise UnsupportedInputError(
                 f"layer {index} of {self.policy.model.model_type} with a rule", {"vllm": reasons}
@@ -286,9 +287,13 @@ def deployed_refusals(vllm_config: Any, deployed: Deployed) -> list[str]:
         reasons.append(f"rules of layers {content} need token ids, which vLLM does not pass to its backends")
     if not deployed.decode:
         return reasons
-    wrong = sorted({plan.page_size for plan in deployed.decode.values()} - {size})
-    if wrong:
-        reasons.append(f"the kv cache has pages of {size} tokens, decode rules {wrong}; use --block-size {wrong[0]}")
+    sizes = sorted({plan.page_size for plan in deployed.decode.values()})
+    if any(size % each for each in sizes):
+        reasons.append(
+            f"the kv cache has pages of {size} tokens, decode rules {sizes}; use --block-size {math.lcm(*sizes)}"
+        )
+    if len(sizes) > 1:
+        reasons.append(f"decode rules have pages of {sizes} tokens, and one engine updates summaries of one size")
     if vllm_config.kv_transfer_config is not None:
         reasons.append("decode rules need page summaries, which pages from a kv connector lack; remove one of them")
     return reasons

@@ -83,11 +83,31 @@ def rows_of(x: Tensor) -> tuple[Tensor, int] | None:
     return view, step
 
 
-def places_of(page_table: Tensor, page_size: int, step: int, kv_block: int) -> Tensor:
-    """Return (pages * page_size / kv_block,) int32: the block of rows that holds each block of a sequence.
+def divided_pages(x: Tensor, page_size: int) -> tuple[Tensor, int]:
+    """View a tensor of pages as smaller pages of the same memory; `places_of` tells where the parts of a page are.
 
     Args:
-        page_table: (pages,) physical page of each page of the sequence.
+        x: (num_pages, tokens, kv_heads, head_dim). If a head's tokens lie together, pages of the view between the parts
+            of two pages overlap other heads, and nothing reads them.
+        page_size: tokens of a smaller page.
+
+    Returns:
+        (view, step): a view (n, page_size, kv_heads, head_dim), and the rows from one page of `x` to the next.
+
+    Raises:
+        ValueError: `page_size` does not divide the pages or their distance.
+    """
+    found = None if x.shape[1] % page_size else rows_of(x)
+    if found is None:
+        raise ValueError(f"pages of {tuple(x.shape)}, strides {x.stride()}, are no whole number of {page_size} tokens")
+    return found[0][0].unflatten(0, (-1, page_size)), found[1]
+
+
+def places_of(page_table: Tensor, page_size: int, step: int, kv_block: int) -> Tensor:
+    """Return (..., pages * page_size / kv_block) int32: the block of rows that holds each block of a sequence.
+
+    Args:
+        page_table: (..., pages) physical page of each page of the sequence; blocks of a negative one are negative.
         page_size: tokens of a page, a multiple of `kv_block`.
         step: rows from one page to the next, a multiple of `page_size`; see `rows_of`.
         kv_block: tokens of a block.
@@ -95,4 +115,5 @@ def places_of(page_table: Tensor, page_size: int, step: int, kv_block: int) -> T
     first = page_table.to(torch.int32) * (step // kv_block)
     if page_size == kv_block:
         return first
-    return (first[:, None] + torch.arange(page_size // kv_block, dtype=torch.int32, device=first.device)).flatten()
+    blocks = torch.arange(page_size // kv_block, dtype=torch.int32, device=first.device)
+    return (first[..., None] + blocks).flatten(-2)

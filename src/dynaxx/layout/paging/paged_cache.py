@@ -13,6 +13,7 @@ from torch import Tensor
 from dynaxx.arguments import as_integer, described, typed
 from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.paging.exact_tokens import SINKS, WINDOW, ExactTokens
+from dynaxx.layout.paging.in_place import divided_pages, places_of
 from dynaxx.layout.paging.pages import PAGE_SIZES, SCALED_DTYPES, PageStrides, page_strides, quantize_pages
 from dynaxx.layout.paging.summaries import PageSummaries
 from dynaxx.lazy import lazy
@@ -182,6 +183,30 @@ class PagedCache:
         exact = ExactTokens.of(k, v, whole.seqused_k, leftpad_k, sinks=sinks, window=window)
         (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, page_size) for x in (k, v))
         return replace(whole, k=k, v=v, k_scale=k_scale, v_scale=v_scale, exact=exact)
+
+    @typed
+    def with_page_size(self, page_size: int) -> PagedCache:
+        """Return the same keys and values in smaller pages, so that decoding chooses among more and smaller pages.
+
+        A paged cache is viewed in place, whatever pages its engine has; summaries are made for the result.
+
+        Args:
+            page_size: one of PAGE_SIZES; for a paged cache a divisor of its own.
+
+        Raises:
+            ValueError: the pages cannot be divided so, scales are those of pages, or tokens beside the cache are.
+        """
+        if page_size == self.page_size:
+            return self
+        if self.compressed is not None or any(s is not None and s.ndim > 1 for s in (self.k_scale, self.v_scale)):
+            raise ValueError("a cache with compressed tokens or a scale per page keeps its pages")
+        if self.page_table is None:
+            return replace(self, page_size=page_size, summaries=None)
+        (k, step), (v, of_values) = divided_pages(self.k, page_size), divided_pages(self.v, page_size)
+        if step != of_values:
+            raise ValueError("keys and values of the pages lie in different orders")
+        table = places_of(self.page_table, self.page_size, step, page_size).clamp_(min=-1)
+        return replace(self, k=k, v=v, page_table=table, page_size=page_size, summaries=None)
 
     @lazy
     def kernel_inputs(self) -> tuple[Tensor, ...]:

@@ -73,15 +73,9 @@ class PageSummaries:
         """
         if dtype is None:
             dtype = torch.float64 if cache.k.dtype == torch.float64 else torch.int8
-        lead = () if cache.is_paged else (cache.batch,)
-        pages = cache.k.shape[0] if cache.is_paged else cache.max_pages
-        memory = (*lead, cache.kv_heads, pages, cache.head_dim)  # a head's pages are adjacent, as scoring reads them
-        empty = lambda: torch.zeros(memory, dtype=dtype, device=cache.device).transpose(-3, -2)
-        low = empty()
-        scale = None
-        if dtype == torch.int8:
-            scale = torch.zeros(memory[:-1], dtype=torch.float32, device=cache.device).transpose(-2, -1)
-        return cls(low, low if bound == 0 else empty(), bound, scale)
+        low = _zeros(cache, cache.head_dim, dtype)
+        scale = _zeros(cache, 1, torch.float32)[..., 0] if dtype == torch.int8 else None
+        return cls(low, low if bound == 0 else _zeros(cache, cache.head_dim, dtype), bound, scale)
 
     def fits(self, cache: PagedCache) -> bool:
         """Return whether the shapes match a cache; summaries may have room for more pages than the cache."""
@@ -117,3 +111,20 @@ class PageSummaries:
     def scale_strides(self) -> PageStrides:
         """Return the strides of `scale`, or zeros if it is None."""
         return PageStrides(0, 0, 0, 0) if self.scale is None else page_strides(self.scale[..., None])
+
+
+def _zeros(cache: PagedCache, width: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros, (num_pages, kv_heads, width) or, for a contiguous cache, (batch, pages, kv_heads, width).
+
+    A head's pages are adjacent, as scoring reads them. Where pages are parts of larger ones with heads between them,
+    only parts take memory: they lie as the keys do.
+    """
+    if not cache.is_paged:
+        memory = (cache.batch, cache.kv_heads, cache.max_pages, width)
+        return torch.zeros(memory, dtype=dtype, device=cache.device).transpose(1, 2)
+    pages, (page, _, head, _) = cache.k.shape[0], cache.k.stride()
+    apart = head // page if pages > 1 and page else 0  # pages from one head to the next
+    if apart == 0:
+        return torch.zeros(cache.kv_heads, pages, width, dtype=dtype, device=cache.device).transpose(0, 1)
+    rows = torch.zeros(pages + (cache.kv_heads - 1) * apart, width, dtype=dtype, device=cache.device)
+    return rows.as_strided((pages, cache.kv_heads, width), (width, apart * width, 1))
