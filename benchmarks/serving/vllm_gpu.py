@@ -35,6 +35,8 @@ PAGE = 128  # tokens: decode rules choose pages of vLLM's cache, so --block-size
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 64},
     "qwen3-30b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
                   "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
                   "num_experts_per_tok": 8, "vocab_size": 151_936},
@@ -106,7 +108,7 @@ def save_policy(
     )  # fmt: skip
     if kind == "everything":
         prefill, decoding, borders = dx.SlidingWindow(64) | dx.TopK(1.0), dx.TopK(1.0), {}
-    elif shape in ("8b", "qwen3-30b"):
+    elif shape in ("8b", "1b", "qwen3-30b"):
         always, borders = dx.SlidingWindow(window) | dx.Sink(128), {"dense_below": 2048, "sparse_from": 2048}
         prefill, decoding = always | chosen, dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
     else:

@@ -17,9 +17,10 @@ that differ between the heads as in `benchmarks/policies/smollm2_cpu.json`; all 
 
 `--apart` gives each engine the whole card, one after the other: for models that do not fit twice. `--decode 16x32768`
 asks for decoding instead: that many sequences together, by FLASH_ATTN and by decode rules with pages of each size in
-`--pages`, an engine for each; a rule reads the first page, the last 128 tokens and the best pages, `--read` of the
-pages in all. Engines import vLLM together and start one after the other. `--start graphs` leaves out torch.compile and
-captures decoding alone; `--start eager` captures nothing.
+`--pages` and each share in `--read`, an engine for each; a rule reads the first page, the last 128 tokens and the best
+pages, the share of the pages in all. Engines import vLLM together and start one after the other; what `--out` has
+already is not measured again. `--start graphs` leaves out torch.compile and captures decoding alone; `--start eager`
+captures nothing. Engines apart are ended when `--seconds` are over, wherever they are.
 
 `--kernels LENGTHS` also profiles prompts of these lengths after the first round, in turns as well, and writes the time
 of their kernels by group and by name. Every prompt is written with the time at which it began, so that clocks and power
@@ -37,7 +38,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,7 @@ TITLES = ("dynaxx", "10 % of the blocks in all", "10 % in all, as tune writes ru
 GAINS = ("speed-up", "its speed-up", "speed-up as tune writes rules")
 WARM = 32_768  # tokens of the first prompt of an engine that has the card alone
 PASSED = ("shape", "max_model_len", "chunk", "cache", "layers", "start", "quantization", "prefix_caching", "apart",
-          "sequences", "context", "steps", "read")  # fmt: skip
+          "sequences", "context", "steps")  # fmt: skip
 SECONDS = 2.2e-4  # per token, of all three turns together, at most: to end in time
 
 
@@ -75,6 +78,7 @@ def work(which: str, arguments: argparse.Namespace) -> None:
     os.environ.pop("DYNAXX_POLICY", None)
     page, sequences = arguments.page or PAGE, max(16, arguments.sequences)
     options: dict[str, Any] = {"quantization": arguments.quantization} if arguments.quantization else {}
+    options |= {"kv_cache_memory_bytes": arguments.cache * (1 if cuda else 2), "gpu_memory_utilization": 0.4}
     decode = decode_rule(arguments) if arguments.page else None
     if which == "dynaxx":
         policy = save_policy(folder / "policy.json", arguments.shape, "sparse", layers=arguments.layers, decode=decode)
@@ -82,7 +86,6 @@ def work(which: str, arguments: argparse.Namespace) -> None:
         options |= {"block_size": page} if cuda or arguments.page else {}
     if cuda:
         sizes = [1, 2, 4, 8, 16] if sequences == 16 else [1, sequences]
-        options |= {"kv_cache_memory_bytes": arguments.cache, "gpu_memory_utilization": 0.4}
         options |= {"attention_backend": "FLASH_ATTN" if which == "own" else "CUSTOM"}
         options |= {
             "compilation_config": {"cudagraph_capture_sizes": sizes, **(GRAPHS if arguments.start == "graphs" else {})}
@@ -130,11 +133,11 @@ def rule_of(turn: str, tokens: int, heads: int) -> dict[str, Any]:
 
 
 def decode_rule(arguments: argparse.Namespace) -> tuple[int, Any]:
-    """Return the size of the pages and the decode rule that reads `--read` of the pages, as tune writes rules."""
+    """Return the size of the pages and the decode rule that reads a share of the pages, as tune writes rules."""
     import dynaxx as dx
     from dynaxx.selection import MinMax
 
-    share = round(arguments.read - (arguments.page + DECODED) / arguments.context, 4)
+    share = round(arguments.share - (arguments.page + DECODED) / arguments.context, 4)
     pattern = dx.Sink(arguments.page) | dx.SlidingWindow(DECODED)
     return arguments.page, pattern | dx.TopK(share, MinMax(bound=0.5))
 
@@ -158,21 +161,23 @@ def profile(llm: Any, request: dict[str, list[int]], path: Path) -> dict[str, An
 
 
 class Engines:
-    """The processes of the engines: own and dynaxx, or one for each size of a page."""
+    """The processes of the engines: "own", "dynaxx", or "dynaxx PAGE SHARE" for a decode rule."""
 
-    def __init__(self, arguments: argparse.Namespace, pages: tuple[int, ...] = (0,)) -> None:
+    def __init__(self, arguments: argparse.Namespace, engines: tuple[str, ...] = TURNS[:2]) -> None:
         self.running: dict[str, subprocess.Popen[str]] = {}
-        for which, page in (("own", 0), *(("dynaxx", page) for page in pages)):
-            command = [sys.executable, __file__, "--worker", which, "--page", str(page)]
+        self.logs: dict[str, Path] = {}
+        for which in engines:
+            worker, page, share = [*which.split(), "0", "0"][:3]
+            command = [sys.executable, __file__, "--worker", worker, "--page", page, "--share", share]
             for name in PASSED:
                 value = getattr(arguments, name)
                 flag = f"--{name.replace('_', '-')}"
                 command += [flag] if value is True else [f"{flag}={value}"] if value not in (False, "") else []
-            which += f" {page}" if page else ""
             apart = {
                 name: f"{os.environ[name]}-{which}" for name in CACHES if name in os.environ and not arguments.apart
             }
-            with Path(f"{arguments.out}.{which.replace(' ', '_')}.log").open("wb") as log:
+            self.logs[which] = Path(f"{arguments.out}.{which.replace(' ', '_')}.log")
+            with self.logs[which].open("wb") as log:
                 self.running[which] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                     env={**os.environ, **apart},
@@ -190,8 +195,9 @@ class Engines:
         """Return an engine's answer to a line."""
         stdin = self.running[which].stdin
         assert stdin is not None, "opened as a pipe"
-        stdin.write(json.dumps(question) + "\n")
-        stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, as the answer says
+            stdin.write(json.dumps(question) + "\n")
+            stdin.flush()
         return self._answer(which)
 
     def end(self, *some: str) -> None:
@@ -207,12 +213,17 @@ class Engines:
                 engine.kill()
                 engine.wait()
 
+    def kill(self) -> None:
+        """End all at once, whatever they do: a question that waits for one ends the program."""
+        for engine in tuple(self.running.values()):
+            engine.kill()
+
     def _answer(self, which: str) -> Any:
         stdout = self.running[which].stdout
         assert stdout is not None, "opened as a pipe"
         line = stdout.readline()
         if not line:
-            raise SystemExit(f"the engine {which} has ended; see its log beside the results")
+            raise SystemExit(f"{self.logs[which].read_text(errors='replace')[-2000:]}\nthe engine {which} has ended")
         return json.loads(line)
 
 
@@ -284,8 +295,6 @@ def measure_apart(arguments: argparse.Namespace) -> None:
     """Ask one engine after the other, each on the whole card."""
     until = time.monotonic() + arguments.seconds
     lengths = [int(each) for each in arguments.lengths.split(",")]
-    pages = tuple(int(each) for each in arguments.pages.split(",")) if arguments.sequences else (0,)
-    engines = Engines(arguments, pages)
     found: dict[str, Any] = {
         "starts": {},
         "imports": {},
@@ -295,13 +304,20 @@ def measure_apart(arguments: argparse.Namespace) -> None:
         "busy": [],
         "decode": {},
     }
+    wanted = TURNS[:2]
+    if arguments.sequences:
+        rules = [f"dynaxx {page} {share}" for page in arguments.pages.split(",") for share in arguments.read.split(",")]
+        found |= json.loads(Path(arguments.out).read_text()) if Path(arguments.out).exists() else {}
+        wanted = tuple(which for which in ("own", *rules) if which not in found["decode"])
+    engines = Engines(arguments, wanted)
+    late = threading.Timer(arguments.seconds, engines.kill)
+    late.daemon = True
+    late.start()
 
     def note() -> None:
         Path(arguments.out).write_text(json.dumps(found))
 
-    for which in tuple(engines.running):
-        if time.monotonic() > until - 30:
-            break
+    def take(which: str) -> None:
         found["imports"][which], found["starts"][which] = engines.say(which, "start")
         print(
             which,
@@ -313,21 +329,31 @@ def measure_apart(arguments: argparse.Namespace) -> None:
         if arguments.sequences:
             found["decode"][which] = engines.say(which, [arguments.context, "decode", False])
             print(which, found["decode"][which], flush=True)
-        else:
-            turns = [turn for turn in arguments.turns.split(",") if (turn == "own") == (which == "own")]
-            for tokens, turn in [(tokens, turn) for tokens in (0, *lengths) for turn in turns]:
-                if (tokens or min(WARM, *lengths)) < LONG and turn not in TURNS[:2]:
-                    continue
-                if not tokens:
-                    engines.say(which, [min(WARM, *lengths), turn, False])
-                    continue
-                if time.monotonic() + SECONDS * tokens > until:
-                    continue
-                found["began"].append(time.time())
-                found["runs"].append([turn, tokens, engines.say(which, [tokens, turn, False])])
-                print(*found["runs"][-1], flush=True)
-                note()
-        note()
+            if which != "own" and "own" in found["decode"]:
+                print(decode_row(found, which, arguments), flush=True)
+            note()
+            return
+        turns = [turn for turn in arguments.turns.split(",") if (turn == "own") == (which == "own")]
+        for tokens, turn in [(tokens, turn) for tokens in (0, *lengths) for turn in turns]:
+            if (tokens or min(WARM, *lengths)) < LONG and turn not in TURNS[:2]:
+                continue
+            if not tokens:
+                engines.say(which, [min(WARM, *lengths), turn, False])
+                continue
+            if time.monotonic() + SECONDS * tokens > until:
+                continue
+            found["began"].append(time.time())
+            found["runs"].append([turn, tokens, engines.say(which, [tokens, turn, False])])
+            print(*found["runs"][-1], flush=True)
+            note()
+
+    for which in wanted:
+        if time.monotonic() > until - 30:
+            break
+        try:
+            take(which)
+        except SystemExit as ended:  # the others may still work
+            print(ended, flush=True)
         engines.end(which)
     engines.end()
 
@@ -337,27 +363,34 @@ def decode_rows(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows and bars of sequences that decode together."""
     rows, bars = [], []
-    own = found["decode"]["own"]
-    label = f"{own['sequences']} sequences of {own['context']:,} tokens"
-    for which, ours in found["decode"].items():
+    for which in found["decode"]:
         if which != "own":
-            gain = ours["tokens_per_second"] / own["tokens_per_second"]
-            rows.append({
-                "decoding": label, "pages of": which.split()[1], "read": f"{arguments.read:.1%}",
-                "FLASH_ATTN": f"{own['tokens_per_second']:,.0f} tokens/s",
-                "dynaxx": f"{ours['tokens_per_second']:,.0f} tokens/s", "speed-up": f"{gain:.2f}x",
-                **losses(arguments, which.split()[1]),
-            })  # fmt: skip
-            bars.append(bar(f"generated tokens per second, {label}, pages of {which.split()[1]}", 3, gain))
+            rows.append(row := decode_row(found, which, arguments))
+            what = f"{row['decoding']}, pages of {row['pages of']}, {row['read']} read"
+            bars.append(bar(f"generated tokens per second, {what}", 3, float(row["speed-up"].rstrip("x"))))
     return rows, bars
 
 
-def losses(arguments: argparse.Namespace, page: str) -> dict[str, str]:
+def decode_row(found: dict[str, Any], which: str, arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the row of one decode rule."""
+    own, ours = found["decode"]["own"], found["decode"][which]
+    _, page, share = which.split()
+    return {
+        "decoding": f"{own['sequences']} sequences of {own['context']:,} tokens",
+        "pages of": page, "read": f"{float(share):.1%}",
+        "FLASH_ATTN": f"{own['tokens_per_second']:,.0f} tokens/s",
+        "dynaxx": f"{ours['tokens_per_second']:,.0f} tokens/s",
+        "speed-up": f"{ours['tokens_per_second'] / own['tokens_per_second']:.2f}x",
+        **losses(arguments, page, share),
+    }  # fmt: skip
+
+
+def losses(arguments: argparse.Namespace, page: str, share: str) -> dict[str, str]:
     """Return what the rule of a row loses on real weights, from the file of `benchmarks/quality/decoding.py`."""
     if not arguments.quality:
         return {}
     quality = json.loads(arguments.quality.read_text())
-    text, tasks, long = (quality[f"{part} {page} {arguments.read}"] for part in ("text", "tasks", "long"))
+    text, tasks, long = (quality[f"{part} {page} {share}"] for part in ("text", "tasks", "long"))
     dense = quality["long dense"]
     return {
         "perplexity of the dense model's text": f"{text['rise']:+.1%} ± {text['error']:.1%}",
@@ -433,7 +466,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--decode", default="", metavar="SEQUENCESxTOKENS", help="measure decoding; implies --apart")
     parser.add_argument("--pages", default="16,64,128", help="sizes of pages for --decode")
-    parser.add_argument("--read", type=float, default=0.125, help="share of the pages that decode rules read in all")
+    parser.add_argument("--read", default="0.125", help="shares of the pages that decode rules read in all")
     parser.add_argument("--quality", type=Path, metavar="FILE", help="of quality/decoding.py, for --tables of --decode")
     parser.add_argument("--steps", type=int, default=60, help="decoded tokens that are timed")
     parser.add_argument("--start", default="compile", choices=("compile", "graphs", "eager"))
@@ -448,8 +481,8 @@ def main() -> None:
     )
     parser.add_argument("--out", default="turns.json", help="a JSON file; logs go beside it")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="results to read; starts nothing")
-    for hidden in ("--worker", "--sequences", "--context", "--page"):
-        parser.add_argument(hidden, type=str if hidden == "--worker" else int, default=0, help=argparse.SUPPRESS)
+    for hidden, kind in {"worker": str, "sequences": int, "context": int, "page": int, "share": float}.items():
+        parser.add_argument(f"--{hidden}", type=kind, default=kind(), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.tables:
         found = tables(json.loads(arguments.tables.read_text()), arguments)
