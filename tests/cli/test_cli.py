@@ -28,6 +28,7 @@ from dynaxx.lab.progress import LineProgress
     ("tool", "args"),
     [
         ("bench", ["bench", "--out", "BAD"]),
+        ("analyze", ["analyze", "MODEL", "--text", "TEXT", "--bertviz", "BAD"]),
         ("validate", ["validate", "MODEL", "POLICY", "--text", "TEXT", "--out", "BAD"]),
     ],
 )

@@ -69,12 +69,13 @@ def test_a_stopped_profile_goes_on(tiny, tmp_path, monkeypatch):
 
 def test_analyze(tools, tiny, tmp_path):
     shown = dynaxx_("analyze", tiny, "--text", tiny.parent / "text.txt", "--layers", "0,3-5", "--out", tmp_path,
-                    "--json")  # fmt: skip
+                    "--bertviz", tmp_path / "b.html", "--json")  # fmt: skip
     assert shown.exit_code == 0, shown.stderr
     (_, _, text), options = tools["analyze"][0]
     assert 0 < len(text) < len(TEXT)  # the calibration part
     assert options["layers"] == (0, 3, 4, 5)
     assert options["heads"] is None
+    assert "bertviz" in tools
     assert json.loads((tmp_path / "analysis.json").read_text())["tokens"] == 256
 
 

@@ -17,6 +17,7 @@ from dynaxx.layout import from_block_mask, pack_layouts, to_block_mask
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.layout.paging import ExactTokens, quantize_pages
 from dynaxx.ops import column_sums
+from dynaxx.ops.buckets import Bucket, attend_in_buckets, bucket_by_length
 from dynaxx.patterns.base import Combined
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.selection.packed import select_packed_blocks
@@ -55,6 +56,10 @@ def packed():
 
 def layout(rule=WINDOW, tokens=64):
     return rule.layout(tokens, block_size=16)
+
+
+def buckets():
+    return [Bucket(10, dx.Full()), Bucket(None, WINDOW)]
 
 
 def nsa_inputs():
@@ -103,6 +108,12 @@ CALLS = {
         [[layout(tokens=40), layout(tokens=24)], ENDS, ENDS],
         {"block_size": 16},
     ),
+    "attend_in_buckets": lambda: (
+        attend_in_buckets,
+        [[packed(), packed()], buckets()],
+        {**BLOCKED, **SCALED, "softcap": None, "sinks": None},
+    ),
+    "bucket_by_length": lambda: (bucket_by_length, [[3, 30], buckets()], {}),
     "PagedCache": lambda: (
         dx.PagedCache,
         [keys(), keys(), torch.tensor([64, 30], dtype=torch.int32)],

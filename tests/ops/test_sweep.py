@@ -138,7 +138,7 @@ def close(found, exact, dtype, what, times=1):
 
 @sweep(20)
 def test_sparse_attention(seed):
-    """Layouts of rules, selectors, masks and indices, packed sequences, and merged results."""
+    """Layouts of rules, selectors, masks and indices, packed sequences, merged results, and buckets by length."""
     problem = random_problem(seed, DEVICE)
     backend = ("auto", "reference")[seed % 2]
     reports = Expected(problem).reports(lambda *inputs: problem.attend(*inputs, backend=backend))

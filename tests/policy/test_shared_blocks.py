@@ -66,9 +66,7 @@ def test_global_blocks_by_clusters_are_refused_with_what_serves_instead():
         parse_policy(json.dumps(data))
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"), [("SimHash", "MeanQuery"), ("ClusterGlobals", "TopK"), ("Bucket", "select_blocks")]
-)
+@pytest.mark.parametrize(("name", "instead"), [("SimHash", "MeanQuery"), ("ClusterGlobals", "TopK")])
 def test_names_that_are_gone_say_what_serves_instead(name, instead):
     with pytest.raises(AttributeError, match=f"it is gone, use `dynaxx.{instead}`"):
         getattr(dx, name)

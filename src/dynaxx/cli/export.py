@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMATS = {
     "onnx": "onnx.export",
     "openvino": "openvino.export",
+    "tensorrt": "tensorrt.engines",
     "tensorrt_llm": "tensorrt_llm.checkpoint",
     "triton": "triton_server.repository",
 }
@@ -47,6 +48,9 @@ def export(
 
     openvino: a model for OpenVINO and its policy, with `pip install 'dynaxx[openvino]'`. Options: form (auto, portable,
     custom), logits (last, all), cache (no, yes).
+
+    tensorrt: engines of TensorRT for RTX, built without a GPU. Options: compute_capability (8.9, or several),
+    max_batch, max_prompt, max_cache (tokens).
 
     tensorrt_llm: the model's config.json with `sparse_attention_config`, for TensorRT-LLM and Model-Optimizer. Option:
     seqlen (tokens).

@@ -24,6 +24,7 @@ from dynaxx.kernels.decode.contract import DecodeKernels, DecodeProblem
 from dynaxx.kernels.selection.contract import QueryScoresKernels, QueryScoresProblem, SelectionKernels, SelectionProblem
 from dynaxx.layout.host import never_traced
 
+ROOT = __name__.rpartition(".kernels.")[0]  # `dynaxx`, or the name of a copy of it
 P = TypeVar("P")  # type of problems
 K = TypeVar("K")  # type of kernels
 
@@ -85,7 +86,7 @@ class Operation(Generic[P, K]):
 
 
 def _imported(name: str) -> Any:
-    found = _import_once(f"dynaxx.{name}")
+    found = _import_once(f"{ROOT}.{name}")
     if isinstance(found, ImportError):
         raise found
     return found
@@ -112,7 +113,7 @@ def _never_traced_kernels(name: str) -> Any:
 
 
 def _passes_addresses(module: str) -> bool:
-    inside = module.removeprefix("dynaxx.")
+    inside = module.removeprefix(f"{ROOT}.")
     return inside != module and not PASS_ADDRESSES.isdisjoint(inside.split("."))
 
 

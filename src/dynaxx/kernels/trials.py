@@ -39,7 +39,9 @@ class Tried(NamedTuple):
 
     fields: tuple[str, ...]  # of a problem, which distinguish kernels
     backends: tuple[str, ...]  # that are tried
-    worker: str = "dynaxx.lab.doctor.trial"  # module that runs a trial
+    worker: str = (
+        f"{__name__.partition('.')[0]}.lab.doctor.trial"  # module that runs a trial; kernel packages have none
+    )
 
 
 # Operations whose kernels are tried. Trained sparse attention adds its own.

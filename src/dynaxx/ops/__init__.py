@@ -6,7 +6,7 @@ The files:
     attention                         `sparse_attention`; `checks`, `dispatch` and `autograd` are its steps
     position_bias                     biases of its scores by position
     decode                            `sparse_decode`; `decode_checks` checks and dispatches
-    autotune, explain                 tile sizes and backends
+    buckets, autotune, explain        requests, tile sizes and backends
     library, flops                    compilers, tracers and counters
     prepared/                         calls that are checked once and replayed
 """

@@ -20,6 +20,7 @@ from dynaxx.kernels.bias import bias_of_pairs, table_of
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.packed import pack_layouts
 from dynaxx.ops import merge_states, sparse_attention
+from dynaxx.ops.buckets import Bucket, attend_in_buckets
 from dynaxx.ops.position_bias import bias_by_distance
 from dynaxx.patterns import Documents
 from dynaxx.selection import select_blocks
@@ -59,7 +60,7 @@ def random_problem(seed: int, device: torch.device | str = "cpu", **fixed: Any) 
         AssertionError: a layout shows other pairs than its rule.
     """
     draw = Draw.of(seed, torch.device(device), **fixed)
-    kinds: dict[Callable[[Draw], Problem], int] = {_batch: 10, _packed: 7, _merged: 2}
+    kinds: dict[Callable[[Draw], Problem], int] = {_batch: 10, _packed: 7, _merged: 2, _buckets: 2}
     (make,) = draw.rng.choices(list(kinds), list(kinds.values()))
     draw.note("call", make.__name__.removeprefix("_"))
     return make(draw)
@@ -170,6 +171,26 @@ def _merged(draw: Draw) -> Problem:
     return _problem(draw, inputs, visible, attend, options, eager)
 
 
+def _buckets(draw: Draw) -> Problem:
+    """Draw requests of mixed length, each with the rule of its bucket."""
+    ends_q, ends_k = draw.ragged()
+    inputs = draw.tensors(1, ends_q[-1], ends_k[-1])
+    pieces = [(slice(*ends_q[s : s + 2]), slice(*ends_k[s : s + 2])) for s in range(len(ends_q) - 1)]
+    limits = [*sorted(draw.rng.sample((1, 20, 50, 70), draw.rng.randint(0, 2))), None]
+    buckets = [Bucket(limit, draw.rule(1, without=Documents)) for limit in limits]
+    holds = lambda bucket, keys: bucket.max_seqlen is None or keys <= bucket.max_seqlen
+    rules = [next(b.rule for b in buckets if holds(b, cols.stop - cols.start)) for _, cols in pieces]
+    options = draw.score_options(inputs)
+    visible = draw.block_diagonal(rules, pieces, inputs["q"], inputs["k"], options["scale"])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, backend: str) -> tuple[Tensor, None]:
+        requests = [(q[0, rows], k[0, cols], v[0, cols]) for rows, cols in pieces]
+        outs = attend_in_buckets(requests, buckets, **draw.blocks, sinks=sinks, **options, backend=backend)
+        return torch.cat(outs)[None], None
+
+    return _problem(draw, inputs, visible, attend, options, with_lse=False)
+
+
 def _problem(
     draw: Draw,
     inputs: dict[str, Tensor],
@@ -177,12 +198,14 @@ def _problem(
     attend: Attend,
     options: dict[str, Any],
     eager: AttendAll | None = None,
+    with_lse: bool = True,
     bias: Tensor | None = None,
 ) -> Problem:
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
 
     def exact(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return oracle_attention(q, k, v, visible, sinks=sinks, bias=bias, **options)
+        out, lse = oracle_attention(q, k, v, visible, sinks=sinks, bias=bias, **options)
+        return out, lse if with_lse else None
 
     asks = AttentionProblem(
         device=q.device,

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import base64
+import importlib
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaxx as dx
 from dynaxx.lab.analyze import capture, maps
+from dynaxx.lab.analyze.bertviz_view import write_bertviz
 from dynaxx.lab.analyze.recommendation import BUDGETS, candidates
 from dynaxx.lab.analyze.result import encode_heatmap
 from dynaxx.lab.analyze.run import _analyze_layer, analyze
@@ -353,3 +357,39 @@ def test_heatmap_codes():
     codes = encode_heatmap(torch.tensor([[0.0, 1e-9], [1e-5, 1.0]]))
     assert codes["size"] == 2
     assert list(base64.b64decode(codes["data"])) == [0, 1, 1, 255]
+
+
+# ---- bertviz -----------------------------------------------------------------------------------------------------
+
+
+def test_bertviz_gets_the_maps(tiny, tmp_path, monkeypatch):
+    given = {}
+
+    def head_view(**arguments):
+        given.update(arguments)
+        return types.SimpleNamespace(data="<div>view</div>")
+
+    monkeypatch.setitem(sys.modules, "bertviz", types.SimpleNamespace(head_view=head_view))
+    path = write_bertviz(*tiny, TEXT, tmp_path / "view.html", tokens=40)
+    assert "<div>view</div>" in path.read_text()
+    assert len(given["attention"]) == 2
+    assert given["attention"][0].shape == (1, 4, 40, 40)
+    torch.testing.assert_close(given["attention"][1].sum(-1), torch.ones(1, 4, 40).double(), atol=0.03, rtol=0)
+    assert len(given["tokens"]) == 40
+    assert given["html_action"] == "return"
+
+
+def test_bertviz_missing_or_misused(tiny, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="from 2 to 128"):
+        write_bertviz(*tiny, TEXT, tmp_path / "view.html", tokens=500)
+    real = importlib.import_module
+
+    def missing(name, *rest):
+        if name == "bertviz":
+            raise ModuleNotFoundError("No module named 'bertviz'", name="bertviz")
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ImportError, match="pip install bertviz"):
+        write_bertviz(*tiny, TEXT, tmp_path / "view.html")
+    assert not (tmp_path / "view.html").exists()

@@ -22,7 +22,7 @@ def test_random_problems_agree_and_are_counted():
     assert found.ok, found.summary()
     assert found.checked["reference"] == found.cases == 40
     assert found.checked["cpu torch"] > 20
-    assert set(found.covered["call"]) == {"batch", "packed", "merged"}
+    assert set(found.covered["call"]) == {"batch", "packed", "merged", "buckets"}
     assert {"no queries or no keys", "several lengths", "more queries than keys"} <= set(found.covered["lengths"])
     assert set(found.covered["memory"]) == set(MEMORY)
     assert found.to_dict()["next_seed"] == 140

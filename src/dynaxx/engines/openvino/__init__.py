@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVINO: convert a model, and run a policy inside it."""
+"""OpenVINO: convert a model, run a policy inside it, and convert a policy to OpenVINO GenAI's settings."""
 
 from typing import TYPE_CHECKING
 
@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from dynaxx.engines.openvino.cached import OpenVinoGenerator
     from dynaxx.engines.openvino.convert import to_openvino
     from dynaxx.engines.openvino.export import export_openvino, load_openvino
+    from dynaxx.engines.openvino.genai import GenAiSparseAttention, sparse_attention_config
     from dynaxx.engines.openvino.insert import OpenVinoPrompts, insert_policy
     from dynaxx.engines.openvino.running import OpenVinoHandle, cpu_config
 
 __all__ = [
+    "GenAiSparseAttention",
     "OpenVinoGenerator",
     "OpenVinoHandle",
     "OpenVinoPrompts",
@@ -20,6 +22,7 @@ __all__ = [
     "export_openvino",
     "insert_policy",
     "load_openvino",
+    "sparse_attention_config",
     "to_openvino",
 ]
 
@@ -29,6 +32,7 @@ __getattr__ = load_at_first_use(
         "cached": ("OpenVinoGenerator",),
         "convert": ("to_openvino",),
         "export": ("export_openvino", "load_openvino"),
+        "genai": ("GenAiSparseAttention", "sparse_attention_config"),
         "insert": ("OpenVinoPrompts", "insert_policy"),
         "running": ("OpenVinoHandle", "cpu_config"),
     },

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import OpenVINO, or say how to install it."""
+"""Import OpenVINO's packages, or say how to install them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ def openvino() -> Any:
     Raises:
         ImportError: it is not installed, or too old; the message says how to get it.
     """
-    try:
-        module = importlib.import_module("openvino")
-    except ImportError as error:
-        raise ImportError(f"openvino cannot be imported ({error}): pip install 'dynaxx[openvino]'") from error
+    module = _module("openvino", "pip install 'dynaxx[openvino]'")
     version = tuple(int(part) for part in module.__version__.split("-")[0].split(".")[:2])
     if version < OLDEST:
         raise ImportError(
             f"openvino {module.__version__} is older than {OLDEST[0]}.{OLDEST[1]}: pip install -U openvino"
         )
     return module
+
+
+def openvino_genai() -> Any:
+    """Return the module `openvino_genai`. Raises as `openvino`."""
+    return _module("openvino_genai", "pip install openvino-genai")
+
+
+def _module(name: str, install: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name} cannot be imported ({error}): {install}") from error

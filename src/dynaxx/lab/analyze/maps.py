@@ -110,6 +110,12 @@ def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cel
     )
 
 
+def whole_map(attention: LayerAttention, head: int) -> Tensor:
+    """Compute one head's map, (N, N) fp32, with rows that sum to 1. Use it for short texts only."""
+    q, k = attention.q[:, head].float(), attention.k[:, head].float()
+    return _softmax_chunk(attention, q, k, 0, len(q))[0]
+
+
 def _chunks(blocks: Tensor, block_size: int, seqlen: int) -> Iterator[tuple[int, int]]:
     """Yield the first and last rows of the blocks, with neighbours joined up to CHUNK_ROWS."""
     at_once = max(1, CHUNK_ROWS // block_size)

@@ -92,9 +92,10 @@ def fuzz(
 ) -> FuzzResult:
     """Check random problems until the time is over.
 
-    Consecutive seeds determine the problems: batches, ragged packed batches, and merged results; patterns, selectors
-    and masks; lengths, heads, head_dims, blocks, dtypes, scales, strides. Every layout is compared with the definition
-    of its rule, and every backend that serves a problem with the derived budgets of `dynaxx.testing`.
+    Consecutive seeds determine the problems: batches, ragged packed batches, merged results and buckets of requests;
+    patterns, selectors and masks; lengths, heads, head_dims, blocks, dtypes, scales, strides. Every layout is compared
+    with the definition of its rule, and every backend that serves a problem with the derived budgets of
+    `dynaxx.testing`.
 
     Args:
         seconds: time limit, None for no limit; the current problem is finished.
