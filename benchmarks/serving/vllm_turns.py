@@ -17,10 +17,11 @@ that differ between the heads as in `benchmarks/policies/smollm2_cpu.json`; all 
 
 `--apart` gives each engine the whole card, one after the other: for models that do not fit twice. `--decode 16x32768`
 asks for decoding instead: that many sequences together, by FLASH_ATTN and by decode rules with pages of each size in
-`--pages` and each share in `--read`, an engine for each; a rule reads the first page, the last 128 tokens and the best
-pages, the share of the pages in all. Engines import vLLM together and start one after the other; what `--out` has
-already is not measured again. `--start graphs` leaves out torch.compile and captures decoding alone; `--start eager`
-captures nothing. Engines apart are ended when `--seconds` are over, wherever they are.
+`--pages` ("64/16": pages of 64, chosen by parts of 16) and each share in `--read`, an engine for each; a rule reads the
+first page, the last 128 tokens and the best pages, the share of the pages in all. Engines import vLLM together and
+start one after the other; what `--out` has already is not measured again. `--start graphs` leaves out torch.compile and
+captures decoding alone; `--start eager` captures nothing. Engines apart are ended when `--seconds` are over, wherever
+they are.
 
 `--kernels LENGTHS` also profiles prompts of these lengths after the first round, in turns as well, and writes the time
 of their kernels by group and by name. Every prompt is written with the time at which it began, so that clocks and power
@@ -34,6 +35,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -76,7 +78,7 @@ def work(which: str, arguments: argparse.Namespace) -> None:
     begun, folder, cuda = time.monotonic(), Path(tempfile.mkdtemp()), has_gpu()
     model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32", layers=arguments.layers)
     os.environ.pop("DYNAXX_POLICY", None)
-    page, sequences = arguments.page or PAGE, max(16, arguments.sequences)
+    page, sequences = page_sizes(arguments.page or str(PAGE))[0], max(16, arguments.sequences)
     options: dict[str, Any] = {"quantization": arguments.quantization} if arguments.quantization else {}
     options |= {"kv_cache_memory_bytes": arguments.cache * (1 if cuda else 2), "gpu_memory_utilization": 0.4}
     decode = decode_rule(arguments) if arguments.page else None
@@ -137,9 +139,15 @@ def decode_rule(arguments: argparse.Namespace) -> tuple[int, Any]:
     import dynaxx as dx
     from dynaxx.selection import MinMax
 
-    share = round(arguments.share - (arguments.page + DECODED) / arguments.context, 4)
-    pattern = dx.Sink(arguments.page) | dx.SlidingWindow(DECODED)
-    return arguments.page, pattern | dx.TopK(share, MinMax(bound=0.5))
+    page = page_sizes(arguments.page)[1]
+    share = round(arguments.share - (page + DECODED) / arguments.context, 4)
+    return page, dx.Sink(page) | dx.SlidingWindow(DECODED) | dx.TopK(share, MinMax(bound=0.5))
+
+
+def page_sizes(page: str) -> tuple[int, int]:
+    """Return the tokens of the engine's pages and of the parts that a rule chooses: "64" or "64/16"."""
+    engine, _, part = page.partition("/")
+    return int(engine), int(part or engine)
 
 
 def share_of_a_tenth(tokens: int, window: int = 1024) -> float:
@@ -167,7 +175,7 @@ class Engines:
         self.running: dict[str, subprocess.Popen[str]] = {}
         self.logs: dict[str, Path] = {}
         for which in engines:
-            worker, page, share = [*which.split(), "0", "0"][:3]
+            worker, page, share = [*which.split(), "", "0"][:3]
             command = [sys.executable, __file__, "--worker", worker, "--page", page, "--share", share]
             for name in PASSED:
                 value = getattr(arguments, name)
@@ -176,7 +184,7 @@ class Engines:
             apart = {
                 name: f"{os.environ[name]}-{which}" for name in CACHES if name in os.environ and not arguments.apart
             }
-            self.logs[which] = Path(f"{arguments.out}.{which.replace(' ', '_')}.log")
+            self.logs[which] = Path(f"{arguments.out}.{re.sub('[ /]', '_', which)}.log")
             with self.logs[which].open("wb") as log:
                 self.running[which] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
@@ -390,7 +398,7 @@ def losses(arguments: argparse.Namespace, page: str, share: str) -> dict[str, st
     if not arguments.quality:
         return {}
     quality = json.loads(arguments.quality.read_text())
-    text, tasks, long = (quality[f"{part} {page} {share}"] for part in ("text", "tasks", "long"))
+    text, tasks, long = (quality[f"{part} {page_sizes(page)[1]} {share}"] for part in ("text", "tasks", "long"))
     dense = quality["long dense"]
     return {
         "perplexity of the dense model's text": f"{text['rise']:+.1%} ± {text['error']:.1%}",
@@ -465,7 +473,7 @@ def main() -> None:
     parser.add_argument("--turns", default="own,dynaxx,tenth", help=f"some of {', '.join(TURNS)}")
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--decode", default="", metavar="SEQUENCESxTOKENS", help="measure decoding; implies --apart")
-    parser.add_argument("--pages", default="16,64,128", help="sizes of pages for --decode")
+    parser.add_argument("--pages", default="16,64,128", help="sizes of pages for --decode, as 64 or 64/16")
     parser.add_argument("--read", default="0.125", help="shares of the pages that decode rules read in all")
     parser.add_argument("--quality", type=Path, metavar="FILE", help="of quality/decoding.py, for --tables of --decode")
     parser.add_argument("--steps", type=int, default=60, help="decoded tokens that are timed")
@@ -481,7 +489,7 @@ def main() -> None:
     )
     parser.add_argument("--out", default="turns.json", help="a JSON file; logs go beside it")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="results to read; starts nothing")
-    for hidden, kind in {"worker": str, "sequences": int, "context": int, "page": int, "share": float}.items():
+    for hidden, kind in {"worker": str, "sequences": int, "context": int, "page": str, "share": float}.items():
         parser.add_argument(f"--{hidden}", type=kind, default=kind(), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.tables:
