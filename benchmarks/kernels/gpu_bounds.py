@@ -32,7 +32,7 @@ from benchmarks.suites.gpu_workloads import Workload, sampled_workloads
 from dynaxx.ops.attention import sparse_attention
 
 RECORD = Path(__file__).parents[1] / "results" / "attention_sample.json"
-SECONDS = 0.8  # of each sustained run
+SECONDS = 2.0  # of each sustained run; NVML averages power over one
 PER_CYCLE = 4096  # bf16 FLOPs of one of Hopper's multiprocessors
 
 
