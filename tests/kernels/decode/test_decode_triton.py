@@ -84,6 +84,20 @@ def test_random_choices(seed):
 
 
 @runs_here
+def test_several_programs_score_a_list_of_many_pages():
+    """Lists enough for one program each, but with too many pages for one."""
+    gen = torch.Generator().manual_seed(0)
+    batch, pages = (2, 1100) if DEVICE == "cpu" else (64, 2064)
+    k = torch.randint(-2, 3, (batch, pages, 2, 16), generator=gen).float().to(DEVICE)
+    used = torch.randint(pages // 2, pages, (batch,), generator=gen, dtype=torch.int32).to(DEVICE)
+    cache = dx.summarize_pages(dx.PagedCache.contiguous(k, k, page_size=1, seqused_k=used), backend="reference")
+    q = torch.randint(-3, 4, (batch, 1, 4, 16), generator=gen).float().to(DEVICE)
+    budget = dx.PageBudget(0.1, sinks=1, window=5)
+    wanted = dx.select_pages(q, cache, budget, scale=1.0, backend="reference")
+    assert torch.equal(dx.select_pages(q, cache, budget, scale=1.0, backend="triton"), wanted)
+
+
+@runs_here
 @pytest.mark.parametrize("bound", [0.0, 0.5, 1.0])
 def test_summaries(bound):
     for seed, dtype in enumerate(DTYPES):
