@@ -54,7 +54,7 @@ def make_call(tokens: int) -> tuple[layer.Prepared, tuple[Tensor, Tensor, Tensor
     try:
         call = layer.prepare_rule(RULE, layout, q, k, v)
         assert call is not None, "the rule is served"
-        launch_cache._by_form.clear()
+        launch_cache.recordings.clear()
         call(q, k, v)
     finally:
         launch_list._code = code_of

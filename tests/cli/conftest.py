@@ -6,8 +6,7 @@ import torch
 
 from command_line import CHECKED, POLICY, Analysis, Result, Validation, stand_in
 from dynaxx.lab.doctor import run as doctor
-from dynaxx.lab.machine import Ceilings
-from dynaxx.lab.profile import run as profile
+from given_times import give_ceilings
 from tiny import TEXT, save_tiny_model
 
 
@@ -21,9 +20,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def calm(monkeypatch):
     """Skip the measured ceilings, which take seconds; use the reference backend only, and one thread."""
-    monkeypatch.setattr(
-        profile, "measure_ceilings", lambda device, dtype, **_: Ceilings(100.0, 10.0, "float32", "cpu", 2)
-    )
+    give_ceilings(monkeypatch)
     monkeypatch.setattr(doctor, "BACKENDS", ("reference",))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -21,6 +21,7 @@ from dynaxx.cli import app
 from dynaxx.lab import files as lab_files
 from dynaxx.lab.models import _fingerprint
 from dynaxx.storage import new_folder
+from given_times import give_ceilings
 from tiny import TEXT, save_tiny_model
 
 EVIL = "\x1b]0;owned\x07\u202e"
@@ -179,7 +180,7 @@ def test_a_full_disk_is_found_before_the_work(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_disk_that_fills_up_costs_the_file_and_not_the_result(as_json, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("dynaxx.lab.profile.run.measure_ceilings", lambda device, dtype, **_: _ceilings())
+    give_ceilings(monkeypatch)
 
     def full(path, text):
         raise lab_files.OutOfSpaceError(errno.ENOSPC, f"no space left to write {path}")
@@ -201,12 +202,6 @@ def test_a_disk_that_fills_up_costs_the_file_and_not_the_result(as_json, tiny, t
     assert "no space left" in shown.stderr
     assert "attention's share of prefill" in shown.stdout
     assert not as_json or json.loads(shown.stdout)["lengths"]
-
-
-def _ceilings():
-    from dynaxx.lab.machine import Ceilings
-
-    return Ceilings(100.0, 10.0, "float32", "cpu", 2)
 
 
 def test_validate_without_lengths_serves_short_contexts(tiny, tmp_path):
@@ -268,7 +263,7 @@ def test_profile_says_first_what_no_policy_can_run_in(family, tiny, monkeypatch)
     from dynaxx.lab.models import load_model
     from dynaxx.lab.profile import run as profile_module
 
-    monkeypatch.setattr(profile_module, "measure_ceilings", lambda device, dtype, **_: _ceilings())
+    give_ceilings(monkeypatch)
     model, tokenizer = load_model(tiny)
     if family == "latent":
         model.config.kv_lora_rank = 8  # as DeepSeek's have it: rules are refused

@@ -10,7 +10,7 @@ import pytest
 import dynaxx
 from command_line import CHECKED, POLICY, Result, Validation, dynaxx_, stand_in
 from dynaxx.lab.files import alone_in, write_result
-from dynaxx.lab.tune.crossover import LengthTiming
+from given_times import give_prefill_times, twice_as_fast
 from tiny import TEXT
 
 
@@ -206,8 +206,7 @@ def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
 @pytest.mark.slow
 def test_tune_for_real(monkeypatch, tiny, tmp_path):
     """Run every tool on a tiny model: each can read what the one before has written."""
-    timings = [LengthTiming(64, 2.0, 1.0), LengthTiming(128, 2.0, 1.0)]
-    monkeypatch.setattr("dynaxx.lab.tune.search.time_lengths", lambda *_, **__: timings)
+    give_prefill_times(monkeypatch, twice_as_fast(64, 128))
     args = tune_args(tiny, tmp_path, "--block-size", 16, "--tolerance", 0.5, "--time-budget", "9h", "--quiet")
     state = tmp_path / "validation_state.jsonl"
     with monkeypatch.context() as patch:

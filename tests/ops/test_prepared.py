@@ -39,7 +39,7 @@ def replays():
 
     nothing = (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE)
     whole = (prepared._attend, prepared._choose_and_attend)
-    return sum(each not in nothing and call in whole for (call, *_), each in launch_cache._by_form.items())
+    return sum(each not in nothing and call in whole for (call, *_), each in launch_cache.recordings.items())
 
 
 def test_nothing_is_prepared_on_a_cpu():

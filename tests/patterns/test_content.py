@@ -361,15 +361,12 @@ def test_a_definition_on_the_first_page_changes_the_last_page():
 
 
 @needs_transformers
-def test_compiled_copied_and_dropped_models(monkeypatch):
+def test_compiled_copied_and_dropped_models():
     import copy
     import gc
     import pickle
     import weakref
 
-    monkeypatch.setattr(
-        "dynaxx.integrations.transformers.calls.layer._warned", set()
-    )  # others check that they are warned
     model, ids = llama(), documents((5,))
     dense = logits(model, input_ids=ids)
     handle = dx.apply(model, policy_for(model))

@@ -13,6 +13,7 @@ from small_models import SPARSE, llama, logits, policy_for, small, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import attention_layers
+from dynaxx.integrations.transformers.calls.layer import warn_once
 from dynaxx.policy import MeasuredOn, ModelFacts
 
 transformers = pytest.importorskip("transformers")
@@ -54,8 +55,8 @@ def test_models_that_share_a_config():
     assert torch.equal(logits(two, input_ids=ids), dense)
 
 
-def test_a_copy_of_a_model_with_a_policy_is_dense(caplog, monkeypatch):
-    monkeypatch.setattr("dynaxx.integrations.transformers.calls.layer._warned", set())
+def test_a_copy_of_a_model_with_a_policy_is_dense(caplog):
+    warn_once.cache_clear()
     model, ids = llama(), tokens(1, 100)
     dense = logits(model, input_ids=ids)
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))), caplog.at_level(logging.WARNING, "dynaxx"):

@@ -9,3 +9,13 @@ def proven_triton(monkeypatch):
     from dynaxx.kernels import trials
 
     monkeypatch.setattr(trials, "is_proven", lambda: True)
+
+
+@pytest.fixture
+def kept():
+    """The recordings of calls, none at the start of a test and none after it."""
+    from dynaxx.kernels.runtime.launch_cache import recordings
+
+    recordings.clear()
+    yield recordings
+    recordings.clear()

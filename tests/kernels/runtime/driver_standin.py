@@ -175,7 +175,7 @@ CALLS = []
 
 
 @pytest.fixture
-def standin(started, monkeypatch, request):  # noqa: F811
+def standin(started, kept, monkeypatch, request):  # noqa: F811
     found = getattr(request, "param", StandIn)()
 
     def load_binary(self, name, kernel, shared, device):
@@ -200,7 +200,6 @@ def standin(started, monkeypatch, request):  # noqa: F811
     monkeypatch.setattr(launch_list, "cuda_library", lambda: found.library)
     code = compiled_code()
     monkeypatch.setattr(launch_list, "_code", lambda: code)
-    monkeypatch.setattr(launch_cache, "_by_form", {})
     CALLS.clear()
     return found
 

@@ -59,7 +59,7 @@ def test_the_third_run_is_a_graph_with_parameters_of_its_own(fresh):
         assert numbers(third.parameters)[:3] == [between + 256, k.data_ptr(), out.data_ptr()]
     assert len(fresh.launched) == 6
     assert (len(fresh.graphs), len(fresh.made), fresh.modes) == (3, 1, [2, 0])
-    launch_cache._by_form.clear()
+    launch_cache.recordings.clear()
     assert fresh.destroyed == [2001, 1001]
 
 
@@ -77,7 +77,7 @@ def test_runs_that_are_captured_or_few_or_on_other_streams_launch_kernels(fresh)
     for _ in range(4):
         run(three_kernels, torch.randn(64))
     assert (len(fresh.launched), len(fresh.graphs)) == (18, 2)
-    kept = list(launch_cache._by_form.values())[-1]
+    kept = list(launch_cache.recordings.values())[-1]
     addresses = [torch.randn(64).data_ptr() for _ in range(4)]
     for i in range(40):  # two streams in turns: the graph stays with one
         assert kept.launches.run(7 + 4 * (i % 2), addresses, [])
@@ -117,9 +117,8 @@ def test_errors_of_a_launched_graph(fresh):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_graphs_launch_on_a_gpu(monkeypatch):
+def test_graphs_launch_on_a_gpu(kept, monkeypatch):
     monkeypatch.setenv(launch_list.ENVIRONMENT, "1")
-    monkeypatch.setattr(launch_cache, "_by_form", {})
     k = torch.randn(3, 64, device="cuda")
     add = launcher.kernel_launcher(triton.jit(_simple.fn))
 
@@ -157,4 +156,4 @@ def test_graphs_launch_on_a_gpu(monkeypatch):
     for i in range(4):
         for out, x in zip(outs[i], xs[i::4], strict=True):
             check(out, x)
-    assert all(each.launches is not None for each in launch_cache._by_form.values())
+    assert all(each.launches is not None for each in launch_cache.recordings.values())

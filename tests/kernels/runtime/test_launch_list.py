@@ -122,13 +122,13 @@ def test_parameters_that_the_driver_reads_otherwise_go_through_triton(fresh, mon
         monkeypatch.setattr(fresh, "parameter_info", None)
         library = fresh.library._replace(parameter_info=lambda f, i, o, s, wrong=wrong: _info(wrong, i, s))
         monkeypatch.setattr(launch_list, "cuda_library", lambda library=library: library)
-        launch_cache._by_form.clear()
+        launch_cache.recordings.clear()
         CALLS.clear()
         for _ in range(3):
             run(simple, torch.randn(64))
         assert len(CALLS) == 3
         assert not fresh.launched
-    assert set(launch_cache._by_form.values()) == {recorder.NOT_REPLAYABLE}
+    assert set(launch_cache.recordings.values()) == {recorder.NOT_REPLAYABLE}
 
 
 def _info(widths, index, size):
@@ -265,9 +265,8 @@ def test_a_layer_replays_only_what_is_alike_and_aligned():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_lists_launch_on_a_gpu(monkeypatch):
+def test_lists_launch_on_a_gpu(kept, monkeypatch):
     monkeypatch.setenv(launch_list.ENVIRONMENT, "1")
-    monkeypatch.setattr(launch_cache, "_by_form", {})
     add = launcher.kernel_launcher(triton.jit(add_kernel.fn))
     scaled = launcher.kernel_launcher(triton.jit(of_descriptors.fn, do_not_specialize=["count"]))
 
@@ -292,7 +291,7 @@ def test_lists_launch_on_a_gpu(monkeypatch):
             (out,) = repeated()
         stream.synchronize()
         check(out, expected)
-    assert recorder.NOT_REPLAYABLE not in launch_cache._by_form.values()
+    assert recorder.NOT_REPLAYABLE not in launch_cache.recordings.values()
 
 
 def test_the_code_can_be_made_ahead(monkeypatch):

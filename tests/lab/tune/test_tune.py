@@ -22,6 +22,7 @@ from dynaxx.lab.tune.crossover import LengthTiming, dense_below, lengths_of, tim
 from dynaxx.lab.tune.density import trials as trials_module
 from dynaxx.lab.tune.run import TuneOptions, tune
 from dynaxx.policy.resolve import resolve_decode
+from given_times import give_prefill_times, give_step_times, twice_as_fast
 from slow_clock import SlowClock
 from tiny import TEXT, save_tiny_model
 
@@ -180,7 +181,7 @@ def loaded(tmp_path_factory):
 
 
 def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    give_prefill_times(monkeypatch, twice_as_fast(64, 256))
     run = partial(tuned, *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
     found = run()
     policy = dx.load_policy(tmp_path / "policy.json")
@@ -205,7 +206,7 @@ def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monke
 
 
 def test_one_budget_for_all_heads_wins_where_it_is_sparser(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
+    give_prefill_times(monkeypatch, [])
     real = trials_module.Trials.evaluate
 
     def evaluate(self, density, budgets, layers, scorer, **options):
@@ -248,7 +249,7 @@ def test_a_model_is_timed_within_its_context(loaded):
 
 
 def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(900, 2.0, 1.0)])
+    give_prefill_times(monkeypatch, twice_as_fast(900))
     found = tuned(*loaded, TEXT, out=tmp_path, tokens=1024, block_size=16, tolerance=0.5)
     assert found.policy.rules
     assert found.policy.reference is None
@@ -257,7 +258,7 @@ def test_a_text_too_short_for_a_reference_is_said(loaded, tmp_path, monkeypatch)
 
 
 def test_lengths_that_were_not_tuned_do_not_run_sparse(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(n, 2.0, 1.0) for n in (640, 900)])
+    give_prefill_times(monkeypatch, twice_as_fast(640, 900))
     found = tuned(*loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
     assert (found.verdict, found.policy.rules) == ("undecided", ())
     assert "tuned at 256 tokens" in found.why
@@ -267,8 +268,8 @@ def test_lengths_that_were_not_tuned_do_not_run_sparse(loaded, tmp_path, monkeyp
 @pytest.mark.slow
 def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_path, monkeypatch):
     fast = [LengthTiming(n, 2.0, 3.0 if n < 256 else 1.0) for n in (128, 256, 512)]
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
-    monkeypatch.setattr(decode_module, "time_steps", lambda *_: fast)
+    give_prefill_times(monkeypatch, [])
+    give_step_times(monkeypatch, fast)
     monkeypatch.setattr(decode_module, "WINDOW", 16)
     run = partial(tuned, *loaded, TEXT, tokens=256, block_size=16, decode=True)
     found = run(out=tmp_path / "a", tolerance=0.9)
@@ -293,16 +294,16 @@ def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_pa
     with pytest.raises(ValueError, match="`block_size` must be one of"):
         run(out=tmp_path / "d", page_size=4)
     assert run(out=tmp_path / "b", tolerance=1e-9).decode.said.startswith("no rule: no share")
-    monkeypatch.setattr(decode_module, "time_steps", lambda *_: [LengthTiming(n, 1.0, 1.0) for n in (128, 256)])
+    give_step_times(monkeypatch, [LengthTiming(n, 1.0, 1.0) for n in (128, 256)])
     slow = run(out=tmp_path / "c", tolerance=0.9)
     assert "not faster" in slow.decode.said
     assert slow.policy.rules == ()
 
 
 def test_blocks_may_have_more_queries_than_keys(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    give_prefill_times(monkeypatch, twice_as_fast(64, 256))
     run = partial(tuned, *loaded, TEXT, out=tmp_path, tokens=256, tolerance=0.5, reference=False)
-    monkeypatch.setattr(decode_module, "time_steps", lambda *_: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    give_step_times(monkeypatch, twice_as_fast(64, 256))
     monkeypatch.setattr(decode_module, "SHARES", (0.5,))
     found = run(block_size=(32, 16), decode=True, page_size=8)
     assert found.chosen is not None

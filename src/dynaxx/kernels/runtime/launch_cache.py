@@ -104,7 +104,7 @@ def record_or_replay(
     forms = _forms(tensors[:-made] if made else tensors)
     form = inputs.form
     key = (call, form, device, persistent[-1] is None, *settings, *flags, *forms, alignment, *specialized)
-    entries: Entries = _by_layout.of(inputs) if form is None and isinstance(inputs, BlockLayout) else _by_form
+    entries: Entries = _by_layout.of(inputs) if form is None and isinstance(inputs, BlockLayout) else recordings
     known = entries.get(key)
 
     if known is None and not at_once:
@@ -182,5 +182,5 @@ def _addresses(persistent: Tensors, tensors: Tensors) -> tuple[list[int], int]:
     return addresses, bits
 
 
-_by_form: Entries = {}
+recordings: Entries = {}
 _by_layout = PerLayout(by_form=False)

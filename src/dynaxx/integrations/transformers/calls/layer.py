@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from functools import cache
 
 from torch import Tensor
 
@@ -184,11 +185,9 @@ class Layer:
 
 
 _numbers = itertools.count(1)
-_warned: set[str] = set()
 
 
+@cache
 def warn_once(message: str) -> None:
     """Log a warning, the first time only."""
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
+    logger.warning(message)
