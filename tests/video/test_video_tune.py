@@ -159,6 +159,14 @@ def test_the_table_of_quality_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "benchmarks/video/quality.py", "--tiny", "--seconds", "2", "--densities", "0.2"]
     subprocess.run([*command, "--json", str(file)], check=True, timeout=300, cwd=ROOT)
     rows = json.loads(file.read_text())["rows"]
-    methods = ["pooled top-k", "mean-query top-k", "window", "radial decay", "spatial or temporal", "tuned"]
+    methods = [
+        "pooled top-k",
+        "mean-query top-k",
+        "shared residuals",
+        "window",
+        "radial decay",
+        "spatial or temporal",
+        "tuned",
+    ]
     assert [row["method"] for row in rows] == methods
     assert rows[-1]["density"] <= rows[0]["density"] + 0.01

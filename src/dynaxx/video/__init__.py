@@ -5,6 +5,7 @@ The files:
 
     grid, patterns/  tokens of a video in an order that makes blocks compact, and rules over it
     attention        attention over a grid by a rule
+    residuals        few blocks per step, corrected by what they lacked at the last refresh
     policy           which rule each layer, head and part of the denoising follows
     diffusers/       policies in the transformers of diffusers
     vllm_omni        policies in vLLM-Omni

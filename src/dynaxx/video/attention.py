@@ -77,6 +77,7 @@ def attend(
     grid: Grid,
     plan: LayerPlan,
     *,
+    layout: BlockLayout | None = None,
     padding: Padding | None = None,
     scale: float | None = None,
     backend: str = "auto",
@@ -89,14 +90,16 @@ def attend(
         v: as `q`.
         grid: the tokens.
         plan: the rules of all heads; they are bound to the grid here.
+        layout: the blocks to visit in the grid's order, in place of those that the plan chooses.
         padding: tokens to hide.
         scale: softmax scale, default head_dim ** -0.5.
         backend: as for `sparse_attention`.
     """
     q, k, v = (grid.ordered(x) for x in (q, k, v))
-    layout = bound_plan(plan, grid).layout(q.detach(), k.detach(), scale=scale)
-    if padding is not None:
-        layout = hide_keys(layout, grid.ordered(padding.visible))
+    if layout is None:
+        layout = bound_plan(plan, grid).layout(q.detach(), k.detach(), scale=scale)
+        if padding is not None:
+            layout = hide_keys(layout, grid.ordered(padding.visible))
     out = grid.restored(sparse_attention(q, k, v, layout, scale=scale, backend=backend))
     if padding is not None and padding.blank:
         out = out.masked_fill(~padding.visible[:, :, None, None], 0.0)

@@ -21,7 +21,7 @@ from dynaxx.policy.specs import AttentionRule, AttentionSpec
 from dynaxx.video.grid import Order
 
 FORMAT: Literal["dynaxx.video"] = "dynaxx.video"
-MAX_RULES = 4096
+MAX_RULES = 8192
 MAX_RANGES = 16  # parts of the denoising with rules of their own
 
 
@@ -35,12 +35,14 @@ class VideoRule(Document):
         heads: "all", or indices.
         steps: first and last share of the denoising steps: (0.25, 1.0) covers all but the first quarter.
         attention: a pattern, selector or hybrid as data, see `dynaxx.policy.to_spec`.
+        refresh: the denser rule of refreshes; None if the rule stands alone. See `VideoPolicy`.
     """
 
     layers: Indices = "all"
     heads: Indices = "all"
     steps: tuple[Share, Share] = (0.0, 1.0)
     attention: AttentionSpec
+    refresh: AttentionSpec | None = None
 
     @classmethod
     def of(
@@ -50,13 +52,15 @@ class VideoRule(Document):
         layers: Any = "all",
         heads: Any = "all",
         steps: tuple[float, float] = (0.0, 1.0),
+        refresh: AttentionRule | None = None,
     ) -> VideoRule:
         """Return a rule for a pattern, selector or hybrid; None means dense. The class documents the others.
 
         Raises:
             ValueError: an argument cannot be stored in a policy.
         """
-        return cls(layers=layers, heads=heads, steps=steps, attention=to_spec(attention))
+        denser = None if refresh is None else to_spec(refresh)
+        return cls(layers=layers, heads=heads, steps=steps, attention=to_spec(attention), refresh=denser)
 
     @model_validator(mode="after")
     def _steps_ascend(self) -> VideoRule:
@@ -80,6 +84,8 @@ class VideoPolicy(Document):
         order: the order of tokens, see `Grid`.
         dense_below: number of tokens below which attention runs dense.
         rules: the rules; heads that no rule covers run dense.
+        refresh_every: share of the steps from one refresh to the next, for rules with `refresh`; 0.0 if there are none.
+            Each part of the denoising starts with a refresh. All rules of a layer and a part have `refresh`, or none.
         measured_on: the machine and versions of the measurements.
         evidence: the measurements.
 
@@ -94,6 +100,7 @@ class VideoPolicy(Document):
     order: Order = "bars"
     dense_below: Total = 0
     rules: Annotated[tuple[VideoRule, ...], Field(max_length=MAX_RULES)] = ()
+    refresh_every: Share = 0.0
     measured_on: MeasuredOn | None = None
     evidence: Annotated[tuple[Evidence, ...], Field(max_length=MAX_RULES)] = ()
 
@@ -112,9 +119,15 @@ class VideoPolicy(Document):
             for name, given, count in (("layers", rule.layers, facts.layers), ("heads", rule.heads, facts.q_heads)):
                 if given != "all" and (max(given) >= count or len(set(given)) < len(given)):
                     raise ValueError(f"`rules.{index}.{name}` must be different and below {count}, got {list(given)}")
-            values, heads = head_values(rule.attention), _indices(rule.heads, facts.q_heads)
-            if values is not None and len(values) != len(heads):
-                raise ValueError(f"`rules.{index}.attention` must give one budget, or one per head, got {len(values)}")
+            heads = _indices(rule.heads, facts.q_heads)
+            for name, spec in (("attention", rule.attention), ("refresh", rule.refresh)):
+                values = None if spec is None else head_values(spec)
+                if values is not None and len(values) != len(heads):
+                    raise ValueError(f"`rules.{index}.{name}` must give one budget, or one per head, got {len(values)}")
+        if (self.refresh_every > 0) != any(rule.refresh is not None for rule in self.rules):
+            raise ValueError(
+                f"`refresh_every` must be above 0.0 if and only if a rule has `refresh`, got {self.refresh_every}"
+            )
         for start in starts:
             owner: dict[tuple[int, int], int] = {}
             for index, rule in enumerate(self.rules):
@@ -125,6 +138,12 @@ class VideoPolicy(Document):
                             f"`rules.{index}` and `rules.{owner[cell]}` both cover layer {cell[0]}, head {cell[1]} at "
                             f"step share {start:g}; remove it from one of them"
                         )
+            shared = {(layer, self.rules[index].refresh is not None) for (layer, _), index in owner.items()}
+            for layer in range(facts.layers):
+                if {(layer, True), (layer, False)} <= shared:
+                    raise ValueError(
+                        f"`rules` of layer {layer} at step share {start:g} must all have `refresh`, or none"
+                    )
         return self
 
     @property
@@ -135,21 +154,35 @@ class VideoPolicy(Document):
 
     @property
     def depends_on_step(self) -> bool:
-        """Return whether rules differ between steps."""
-        return len(self.starts) > 1
+        """Return whether attention differs between steps."""
+        return len(self.starts) > 1 or self.refresh_every > 0
 
-    def plans(self, share: float) -> dict[int, LayerPlan]:
-        """Return the plan of every layer that is sparse at a step, given as its share of all steps."""
+    def period(self, share: float) -> tuple[float, int]:
+        """Return the start of a step's part of the denoising, and the number of refreshes in it before the last one."""
+        start = max(start for start in self.starts if start <= share)
+        return start, int((share - start) / self.refresh_every + 1e-6) if self.refresh_every else 0
+
+    def plans(self, share: float, *, refresh: bool = False) -> dict[int, LayerPlan]:
+        """Return the plan of every layer that is sparse at a step.
+
+        Args:
+            share: the step as its share of all steps.
+            refresh: return the plans of refreshes, of the layers that have one.
+        """
         facts, block_size = self.model, as_block_size(self.block_size)
         rules: dict[int, list[AttentionRule | None]] = {}
         for rule in self.rules:
-            heads = _indices(rule.heads, facts.q_heads)
-            built = per_head(rule.attention.build(), len(heads), head_values(rule.attention) is not None)
+            heads, spec = _indices(rule.heads, facts.q_heads), rule.refresh if refresh else rule.attention
+            if spec is None:
+                continue
+            built = per_head(spec.build(), len(heads), head_values(spec) is not None)
             for layer in _indices(rule.layers, facts.layers) if rule.applies(share) else ():
                 of_layer = rules.setdefault(layer, [None] * facts.q_heads)
                 for head, own in zip(heads, built, strict=True):
                     of_layer[head] = own
-        sparse = {layer: own for layer, own in sorted(rules.items()) if any(rule is not None for rule in own)}
+        sparse = {
+            layer: own for layer, own in sorted(rules.items()) if refresh or any(each is not None for each in own)
+        }
         return {layer: plan_of(own, facts.kv_heads, block_size, causal=False) for layer, own in sparse.items()}
 
 

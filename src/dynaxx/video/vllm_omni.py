@@ -124,6 +124,8 @@ class Layer:
             own = f"block {index} of {heads} heads of {head_dim}"
             wanted = f"{POLICY_VARIABLE} is for {facts.layers} blocks of {facts.q_heads} heads of {facts.head_dim}"
             raise UnsupportedInputError(own, {"vLLM-Omni": [wanted]})
+        if policy.refresh_every:
+            raise UnsupportedInputError("a policy with refreshes", {"vLLM-Omni": ["they need a pipeline of diffusers"]})
         from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
 
         config = get_current_diffusion_config_or_none()

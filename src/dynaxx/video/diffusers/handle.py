@@ -19,11 +19,12 @@ from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import never_traced
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan
-from dynaxx.video.attention import attend, padding_of
+from dynaxx.video.attention import Padding, attend, padding_of
 from dynaxx.video.diffusers.families import attention_modules, family_of, model_facts, original, timestep_of
 from dynaxx.video.diffusers.processors import Dense, sparse_processor
 from dynaxx.video.grid import Grid
 from dynaxx.video.policy import VideoPolicy
+from dynaxx.video.residuals import Residuals
 
 logger = logging.getLogger("dynaxx")
 
@@ -80,9 +81,10 @@ class Layer:
         if plan is None:
             out = self.attend_dense(reason, dense)
         else:
-            handle.counts["sparse"] += 1
-            out, layout = attend(q, k, v, handle.grid(q), plan, padding=padding, scale=scale)
-            handle.saw(layout)
+            out, layouts = handle.attend(self.index, q, k, v, plan, padding, scale)
+            layout = layouts[0]
+            handle.counts["sparse" if len(layouts) == 1 else "refresh"] += 1
+            handle.saw(*layouts)
         for watcher in handle.watchers:
             watcher(self.index, q, k, v, out, layout)
         return out
@@ -90,7 +92,7 @@ class Layer:
     def attend_dense(self, reason: str, dense: Dense) -> Tensor:
         """Return what `dense` returns, and count the reason."""
         self.handle.counts[f"dense: {reason}"] += 1
-        self.handle.saw(None)
+        self.handle.saw()
         return dense()
 
 
@@ -100,7 +102,7 @@ class Handle:
     Attributes:
         policy: the policy in force.
         scheduler: the pipeline's scheduler, from which a policy by steps learns the step; None if nothing tells it.
-        counts: number of attention calls by outcome: "sparse", or "dense: " and the reason.
+        counts: number of attention calls by outcome: "sparse", "refresh", or "dense: " and the reason.
         share: the share of the denoising steps before the current one, None if it is unknown.
         kill_switch: engages to run dense from the next forward pass on.
         watchers: functions that see every call of a layer, see `Watcher`.
@@ -114,6 +116,9 @@ class Handle:
         self._model, self._family = model, family_of(model)
         self._signature = inspect.signature(model.forward)
         self._plans: dict[float, dict[int, LayerPlan]] = {start: policy.plans(start) for start in policy.starts}
+        self._denser = {start: policy.plans(start, refresh=True) for start in policy.starts}
+        self._residuals = Residuals()
+        self._step = 0, 1  # the current one, and the number of all
         self._shape: tuple[int, int, int] | None = None  # of the grid in the current forward pass
         self.share: float | None = None
         self._visited: float | Tensor = 0.0  # sum of the densities of all calls
@@ -142,7 +147,7 @@ class Handle:
         """
         if not 0 <= index < steps:
             raise ValueError(f"`index` must be from 0 to {steps - 1}, got {index}")
-        self.share = index / steps
+        self.share, self._step = index / steps, (index, steps)
 
     def on_step_end(self, pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Follow a pipeline: pass this method as its `callback_on_step_end`, after `handle.step(0, steps)`."""
@@ -156,7 +161,7 @@ class Handle:
         for module, before, ours in self._replaced:
             if module.processor is ours:
                 module.processor = before
-        self._replaced = []
+        self._replaced, self._residuals = [], Residuals()
 
     def __enter__(self) -> Self:
         """Return the handle."""
@@ -172,20 +177,20 @@ class Handle:
         for start, plans in self._plans.items():
             lines += [] if len(self._plans) == 1 else [f"from {start:.0%} of the steps:"]
             for layer in range(len(self._layers)):
-                plan = plans.get(layer)
-                groups = [] if plan is None else plan.groups
-                said = "; ".join(f"heads {_ranges(group.heads)}: {group.rule!r}" for group in groups) or "dense"
-                lines.append(f"layer {layer}: {said}")
+                lines.append(f"layer {layer}: {_said(plans.get(layer))}")
+                if layer in self._denser[start]:
+                    said = _said(self._denser[start][layer])
+                    lines.append(f"layer {layer}, refreshed every {self.policy.refresh_every:.0%}: {said}")
         return "\n".join([*lines, *(f"{count} calls {outcome}" for outcome, count in sorted(self.counts.items()))])
 
     def density(self) -> float:
-        """Return the visited share of blocks over all calls so far; dense calls count as 1.0."""
+        """Return the visited share of blocks over all calls so far; dense calls count 1.0, refreshes both rules."""
         return float(self._visited) / max(1, sum(self.counts.values()))
 
-    def saw(self, layout: BlockLayout | None) -> None:
-        """Record the blocks that a call visits; None is dense. Nothing is read back from the device."""
-        visible = 1 if layout is None else layout.visible_blocks(causal=False)
-        self._visited += 1 if layout is None else layout.kv_indptr.flatten()[-1] / visible
+    def saw(self, *layouts: BlockLayout) -> None:
+        """Record the blocks that a call visits; no layout is dense. Nothing is read back from the device."""
+        visited = [each.kv_indptr.flatten()[-1] / each.visible_blocks(causal=False) for each in layouts]
+        self._visited += sum(visited) if visited else 1
 
     def grid(self, q: Tensor) -> Grid:
         """Return the grid of the current forward pass for queries (batch, seqlen, heads, head_dim)."""
@@ -193,9 +198,24 @@ class Handle:
         text = q.shape[1] - self._shape[0] * self._shape[1] * self._shape[2]
         return Grid(*self._shape, text=text, text_first=self._family.text_first, order=self.policy.order)
 
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: LayerPlan, padding: Padding | None, scale: float | None
+    ) -> tuple[Tensor, list[BlockLayout]]:
+        """Return attention by a layer's plan, and the visited layouts: two at a refresh, the denser one first."""
+        denser = self._denser[self._start].get(layer)
+        if denser is None:
+            out, layout = attend(q, k, v, self.grid(q), plan, padding=padding, scale=scale)
+            return out, [layout]
+        return self._residuals.attend(layer, q, k, v, self.grid(q), plan, denser, padding=padding, scale=scale)
+
+    @property
+    def _start(self) -> float:
+        """The start of the current part of the denoising."""
+        return self.policy.period(self.share or 0.0)[0]
+
     def plan(self, layer: int, q: Tensor, k: Tensor) -> tuple[LayerPlan | None, str]:
         """Return the plan of a layer for these queries and keys, or None and the reason for dense attention."""
-        shape, share = self._shape, 0.0 if self.share is None else self.share
+        shape = self._shape
         if self._killed:
             return None, DenseReason.KILLED
         if shape is None:
@@ -206,8 +226,7 @@ class Handle:
             return None, DenseReason.SHARDED
         if q.shape[1] < self.policy.dense_below:
             return None, DenseReason.BELOW
-        plan = self._plans[max(start for start in self._plans if start <= share)].get(layer)
-        return plan, DenseReason.NO_RULE
+        return self._plans[self._start].get(layer), DenseReason.NO_RULE
 
     @never_traced
     def start(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,6 +245,7 @@ class Handle:
                 "a policy by steps",
                 {"step": ["set handle.scheduler = pipe.scheduler, or call handle.step(index, steps)"]},
             )
+        self._residuals.start(*self._step, self.policy.period(self.share))
 
 
 class _StartHook:
@@ -243,6 +263,11 @@ class _StartHook:
             "call dynaxx.apply on the result"
         )
         return getattr, (nullcontext(), "__exit__")
+
+
+def _said(plan: LayerPlan | None) -> str:
+    groups = () if plan is None else plan.groups
+    return "; ".join(f"heads {_ranges(group.heads)}: {group.rule!r}" for group in groups) or "dense"
 
 
 def _ranges(heads: tuple[int, ...]) -> str:

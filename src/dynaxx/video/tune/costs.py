@@ -42,6 +42,7 @@ class Space:
         block_size: tokens per block.
         order: the order of tokens.
         groups: number of groups of neighbouring layers whose weights are measured.
+        every: shares of the steps from one refresh to the next that are tried; empty for policies without refreshes.
     """
 
     candidates: tuple[AttentionRule | None, ...]
@@ -49,6 +50,7 @@ class Space:
     block_size: int = 64
     order: Any = "bars"
     groups: int = 4
+    every: tuple[float, ...] = (0.1, 0.2, 0.4)
 
 
 class Costs(NamedTuple):

@@ -84,7 +84,7 @@ def image(frame: Tensor) -> str:
     return f'<img alt="frame" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
 
 
-DENSITIES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
+DENSITIES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
 MASSES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97)
 CANDIDATES = tuple(
     rule
@@ -174,7 +174,10 @@ def tune(sampler: Sampler, settings: Settings, say: Callable[[str], None] = lamb
     uniform = [VideoRule.of(dx.TopK(share, MeanPool(), per="head"))]
     figures["uniform_psnr"] = trial(sampler, policy_of(sampler, space, uniform), unseen, dense).psnr
     policy = VideoPolicy(
-        **{name: getattr(trials[-1].policy, name) for name in ("model", "block_size", "order", "rules")},
+        **{
+            name: getattr(trials[-1].policy, name)
+            for name in ("model", "block_size", "order", "rules", "refresh_every")
+        },
         measured_on=measured_on(sampler),
         evidence=(Evidence(what="validation", command=settings.command, values=dict(figures)),),
     )

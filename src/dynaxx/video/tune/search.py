@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.tune.costs import Allocator
+from dynaxx.patterns import Full
 from dynaxx.video.policy import VideoPolicy, VideoRule
 from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, run_with
 from dynaxx.video.tune.sampling import MAX_PSNR, Sample, Sampler, psnr, relative_error
 
-TRUSTS = (0.0, 0.5, 1.0)  # how far differences between cells are trusted; the latents decide
+TRUSTS = (0.5, 0.0, 1.0)  # how far differences between cells are trusted; the latents decide
+PROBE = 0.15  # density at which a search chooses how to share residuals
+DRIFTS = (0.05, 0.2)  # error between refreshes as a share of the rule's own: tried, too
 FACTORS = (4.0, 0.25, 2.0, 0.5)  # tried on the losses of each part of the denoising and each group of layers
 
 
@@ -26,6 +30,13 @@ class Trial(NamedTuple):
     psnr: float
     error: float
     policy: VideoPolicy
+
+
+class Sharing(NamedTuple):
+    """How layers share residuals: cells choose pairs of a rule and a denser one for refreshes."""
+
+    every: float  # share of the steps from one refresh to the next
+    drift: float  # error between refreshes, as a share of the rule's own
 
 
 class Search:
@@ -41,52 +52,76 @@ class Search:
         self.sampler, self.space, self.cases = sampler, space, cases
         self.dense = [run_with(sampler, policy_of(sampler, space, []), case)[0] for case in cases]
         self.costs: Costs = measure_costs(sampler, space, cases, self.dense)
-        # A cell counts by its share of the steps. Its loss is already that of all its steps.
-        parts = [(last - first) * len(space.ranges) for first, last in space.ranges]
-        self._density = self.costs.density * self.costs.density.new_tensor(parts)[None, :, None, None]
+        shares = [index / len(sampler.scheduler.timesteps) for index in range(len(sampler.scheduler.timesteps))]
+        steps = [sum(first <= share < last for share in shares) for first, last in space.ranges]
+        self._steps = torch.tensor(steps, dtype=torch.float32, device="cpu")  # of each part
+        order = self.costs.density.flatten(1).mean(1)
+        self._pairs = torch.tensor([(few, more) for few, more in product(range(len(order)), repeat=2)
+                                    if order[few] < order[more]], device="cpu")  # fmt: skip
+        self._ways: list[Sharing | None] = [None, *(Sharing(*way) for way in product(space.every, DRIFTS))]
+        self._way = self._best(PROBE, self._ways)[2] if space.every else None
 
     @property
     def least_density(self) -> float:
-        """Return the smallest mean density."""
-        return float(self._density.flatten(1).amin(0).mean())
+        """Return the smallest mean density of policies without refreshes."""
+        return float(self._of_steps(self.costs.density).flatten(1).amin(0).mean())
 
     def best(self, density: float) -> Trial:
         """Return the trial of the best policy at a mean density, among those of all `TRUSTS`."""
-        losses = (_tempered(self.costs.loss, trust) for trust in TRUSTS)
-        return max((self._trial(density, loss) for loss in losses), key=lambda found: found.psnr)
+        return self._best(density, [self._way])[0]
 
     def refined(self, density: float) -> Trial:
         """Return a better trial than `best`: weights of parts and of groups of layers change while the PSNR grows."""
-        losses = [_tempered(self.costs.loss, trust) for trust in TRUSTS]
-        trials = [self._trial(density, loss) for loss in losses]
-        best, loss = max(zip(trials, losses, strict=True), key=lambda pair: pair[0].psnr)
+        best, loss, sharing = self._best(density, self._ways)
         _, ranges, layers, _ = loss.shape
         at_layers = torch.arange(layers, device="cpu").chunk(min(self.space.groups, layers))
         cells = [*((part, slice(None)) for part in range(ranges)), *((slice(None), group) for group in at_layers)]
         for factor, (part, group) in product(FACTORS, cells):
             changed = loss.clone()
             changed[:, part, group] *= factor
-            found = self._trial(density, changed)
+            found = self._trial(density, changed, sharing)
             if found.psnr > best.psnr and found.density <= 1.005 * max(density, best.density):
                 best, loss = found, changed
         return best
 
-    def _trial(self, density: float, loss: Tensor) -> Trial:
+    def _best(self, density: float, ways: Sequence[Sharing | None]) -> tuple[Trial, Tensor, Sharing | None]:
+        """Return the best trial, with the losses and the sharing of its policy: sharing is chosen before trust."""
+        middle, *others = (_tempered(self.costs.loss, trust) for trust in TRUSTS)
+        tried = [(self._trial(density, middle, way), middle, way) for way in ways]
+        way = max(tried, key=lambda found: found[0].psnr)[2]
+        tried += [(self._trial(density, loss, way), loss, way) for loss in others]
+        return max(tried, key=lambda found: found[0].psnr)
+
+    def _of_steps(self, density: Tensor) -> Tensor:
+        """Weigh densities (candidates, ranges, layers, heads) by the steps of each part; losses are already of all."""
+        return density * (self._steps / self._steps.mean())[None, :, None, None]
+
+    def _trial(self, density: float, loss: Tensor, sharing: Sharing | None) -> Trial:
         """Run the policy of least loss (candidates, ranges, layers, heads) at a mean density."""
-        allocator = Allocator(self._density.flatten(1), loss.flatten(1))
+        each = self.costs.density
+        if sharing is not None:
+            few, more = self._pairs.T
+            count = [math.ceil((last - first) / sharing.every - 1e-6) for first, last in self.space.ranges]
+            refreshes = torch.tensor(count, device="cpu") / self._steps.clamp(min=1)
+            each = each[few] + each[more] * refreshes.clamp(max=1)[None, :, None, None]
+            loss = loss[more] + sharing.drift * loss[few]
+        allocator = Allocator(self._of_steps(each).flatten(1), loss.flatten(1))
         choice = allocator.at(max(density, allocator.least_density)).choice.view(loss.shape[1:])
-        policy = policy_of(self.sampler, self.space, list(self._rules(choice)))
+        rules, every = list(self._rules(choice, sharing)), 0.0 if sharing is None else sharing.every
+        policy = policy_of(self.sampler, self.space, rules, refresh_every=every)
         return trial(self.sampler, policy, self.cases, self.dense)
 
-    def _rules(self, choice: Tensor) -> Iterator[VideoRule]:
-        """Yield the rules of a choice of candidates, (ranges, layers, heads)."""
+    def _rules(self, choice: Tensor, sharing: Sharing | None) -> Iterator[VideoRule]:
+        """Yield the rules of a choice of candidates or pairs, (ranges, layers, heads)."""
         for steps, of_layers in zip(self.space.ranges, choice.tolist(), strict=True):
             for layer, of_heads in enumerate(of_layers):
                 for index in sorted(set(of_heads)):
-                    rule = self.space.candidates[index]
+                    few, more = (index, None) if sharing is None else self._pairs[index].tolist()
+                    rule = self.space.candidates[few]
+                    denser = None if more is None else self.space.candidates[more] or Full()
                     heads = tuple(head for head, chosen in enumerate(of_heads) if chosen == index)
                     if rule is not None:
-                        yield VideoRule.of(rule, layers=(layer,), heads=heads, steps=steps)
+                        yield VideoRule.of(rule, layers=(layer,), heads=heads, steps=steps, refresh=denser)
 
     def sparsest(self, limit: float, rounds: int = 6, say: Callable[[Trial], None] | None = None) -> list[Trial]:
         """Return the trials of a bisection for the sparsest policy with a PSNR of at least `limit` dB.

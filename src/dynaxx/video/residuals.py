@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residual sharing between denoising steps, after DiTFastAttn: few blocks, and what they lacked at the last refresh.
+
+At a refresh a layer attends by its rule and by a denser one, and returns the denser output. It keeps the blocks that
+its rule chose, and by how much their output differs from the denser one. At the steps until the next refresh it attends
+to the kept blocks, and adds the difference. The same blocks are essential: with them both outputs change alike.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.layout import BlockLayout
+from dynaxx.policy import LayerPlan
+from dynaxx.video.attention import Padding, attend
+from dynaxx.video.grid import Grid
+
+MAX_PASSES = 8  # forward passes of one step, as of guidance, that keep differences; bounds the memory
+
+
+class Kept(NamedTuple):
+    """What a layer keeps at a refresh."""
+
+    period: tuple[float, int]  # see `VideoPolicy.period`
+    layout: BlockLayout  # the blocks that the layer's rule chose, in the grid's order
+    difference: Tensor  # (batch, seqlen, heads, head_dim): the denser output - that of `layout`, in the model's order
+
+    def serves(self, period: tuple[float, int], q: Tensor) -> bool:
+        """Return whether it belongs to a period, and fits these queries."""
+        mine = self.difference
+        fits = (mine.shape[:3], mine.dtype, mine.device) == (q.shape[:3], q.dtype, q.device)
+        return self.period == period and fits
+
+
+class Residuals:
+    """What the layers of one model keep between the steps of one run.
+
+    Passes of a step, such as those with and without a prompt, must come in the same order at every step. A run ends
+    with its last step; a step back or another number of steps is a new run.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], Kept] = {}  # by pass and layer
+        self._step, self._pass, self._period = (-1, 0), 0, (0.0, 0)
+
+    def start(self, index: int, steps: int, period: tuple[float, int]) -> None:
+        """Note that a forward pass of a step starts, in a period of `VideoPolicy.period`."""
+        before, count = self._step
+        self._pass = self._pass + 1 if (index, steps) == self._step else 0
+        self._step, self._period = (index, steps), period
+        if index < before or steps != count:
+            self._kept.clear()
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        plan: LayerPlan,
+        denser: LayerPlan,
+        *,
+        padding: Padding | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, list[BlockLayout]]:
+        """Return attention of (batch, seqlen, heads, head_dim), and the layouts that it visited.
+
+        At a refresh these are the layout of `denser`, and that of `plan` if its difference is kept.
+
+        Raises:
+            UnsupportedInputError: gradients are asked for, which would reach back to other steps.
+        """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise UnsupportedInputError("gradients", {"`refresh`": ["run under torch.no_grad(), or leave it out"]})
+        here, (index, steps) = (self._pass, layer), self._step
+        kept = self._kept.pop(here, None)
+        keep = index < steps - 1 and self._pass < MAX_PASSES
+        if kept is not None and kept.serves(self._period, q):
+            few, _ = attend(q, k, v, grid, plan, padding=padding, scale=scale, layout=kept.layout)
+            if keep:
+                self._kept[here] = kept
+            return few + kept.difference, [kept.layout]
+        out, visited = attend(q, k, v, grid, denser, padding=padding, scale=scale)
+        if not keep:
+            return out, [visited]
+        few, layout = attend(q, k, v, grid, plan, padding=padding, scale=scale)
+        self._kept[here] = Kept(self._period, layout, out - few)
+        return out, [visited, layout]
