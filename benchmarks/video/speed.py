@@ -4,8 +4,9 @@
     python benchmarks/video/speed.py --json speed.json          # --no-models without diffusers
 
 A layer's time is that of bringing q, k and v into the grid's order, choosing blocks, attending, and bringing the output
-back. Attention at full density is first compared with dense attention; a wrong result gives no figures. Numbers are
-medians in milliseconds, q, k and v random in bfloat16.
+back; "shared" is the mean of five steps that share residuals at the same density. Attention at full density is first
+compared with dense attention; a wrong result gives no figures. Numbers are medians in milliseconds, q, k and v random
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dynaxx.policy import LayerPlan
 from dynaxx.policy.resolve import plan_of
 from dynaxx.video import Grid, GridWindow, VideoPolicy, VideoRule, apply, grid_attention, model_facts
 from dynaxx.video.attention import bound_plan
+from dynaxx.video.residuals import Residuals
 
 BLOCK = 128
 LAYERS = {  # frames, rows, columns in tokens; heads of 128
@@ -90,6 +92,8 @@ def layer_rows(name: str, grid: Grid, heads: int, shares: list[float]) -> list[d
     for rule in [*map(rule_of, shares), GridWindow(9, 13, 13)]:
         plan = bound_plan(plan_of([rule] * heads, heads, (BLOCK, BLOCK), causal=False), grid)
         rows.append(layer_row(name, (q, k, v), ordered, grid, rule, plan) | beside)
+        if isinstance(rule, dx.TopK):
+            rows[-1]["shared_ms"] = shared_ms((q, k, v), grid, rule.budget)
         show(rows[-1])
     return rows
 
@@ -108,6 +112,20 @@ def layer_row(name: str, given: Any, ordered: Any, grid: Grid, rule: Any, plan: 
     return (
         about | {"density": layout.density(causal=False)} | {f"{n}_ms": milliseconds(run) for n, run in parts.items()}
     )
+
+
+def shared_ms(given: Any, grid: Grid, share: float) -> float:
+    """Return the mean time of five steps that share residuals at a density: a refresh, and four with few blocks."""
+    heads, few = given[0].shape[2], 0.01
+    plans = [plan_of([rule_of(each)] * heads, heads, (BLOCK, BLOCK), causal=False) for each in (few, 5 * (share - few))]
+    kept = Residuals()
+
+    def five_steps() -> None:
+        for index in range(5):
+            kept.start(index, 10, (0.0, 0))
+            kept.attend(0, *given, grid, *plans)
+
+    return milliseconds(five_steps, 3) / 5
 
 
 def show(row: dict[str, Any]) -> None:
