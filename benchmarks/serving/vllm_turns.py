@@ -312,7 +312,7 @@ def measure_apart(arguments: argparse.Namespace) -> None:
         "busy": [],
         "decode": {},
     }
-    wanted = TURNS[:2]
+    wanted: tuple[str, ...] = TURNS[:2]
     if arguments.sequences:
         rules = [f"dynaxx {page} {share}" for page in arguments.pages.split(",") for share in arguments.read.split(",")]
         found |= json.loads(Path(arguments.out).read_text()) if Path(arguments.out).exists() else {}
