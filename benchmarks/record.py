@@ -59,7 +59,8 @@ def place() -> tuple[str, dict[str, str]]:
 def run_of(arguments: Sequence[str], counts: Mapping[str, int]) -> str:
     """Return the record of a run of tests as JSON."""
     device, versions = place()
-    shown = [each for each in arguments if not each.startswith("--record")]
+    before = ("", *arguments)
+    shown = [each for each, last in zip(arguments, before, strict=False) if "--record" not in (each[:8], last)]
     run = {"command": shlex.join(["pytest", *shown]), "commit": commit(), "date": today(), "device": device,
            "versions": versions, **counts}  # fmt: skip
     return json.dumps(run, indent=1) + "\n"
