@@ -245,6 +245,33 @@ def test_a_cache_generates_what_transformers_does(kv_heads: int, tmp_path: Path)
         OpenVinoGenerator(without)
 
 
+@torch.no_grad()
+def test_prompts_of_several_lengths_get_what_each_gets_alone() -> None:
+    """Padded on either side: the rules never see a padding token, and the cache of `step` stays."""
+    from dynaxx.engines.openvino import OpenVinoGenerator, cpu_config, insert_policy, to_openvino
+
+    model, mask = tiny(), torch.ones(4, 220, dtype=torch.int64)
+    ids = torch.randint(1, 97, mask.shape)
+    mask[0, :150] = mask[1, 90:] = mask[3, :150] = 0
+    rules = policy(model, dx.Sink(16) | dx.SlidingWindow(32) | dx.TopK(0.2))
+    converted = to_openvino(model, cache=True)
+    insert_policy(converted, rules)
+    running = OpenVinoGenerator(ov.Core().compile_model(converted, "CPU", cpu_config("f32")))
+    running.step(ids[:1, :60])
+    found = np.stack(list(running.generate(ids, 6, attention_mask=mask)), 1)
+    with dx.apply(model, rules):
+        for row, tokens in enumerate(found):
+            alone, shown = ids[row][mask[row].bool()][None], int(mask[row].sum())
+            want = model.generate(
+                alone, attention_mask=torch.ones_like(alone), max_new_tokens=6, do_sample=False, eos_token_id=None
+            )
+            np.testing.assert_array_equal(tokens, want[0, shown:].numpy())
+        whole = model(ids[:1, :61], logits_to_keep=1).logits.numpy()
+    np.testing.assert_allclose(running.step(ids[:1, 60:61]), whole, atol=TOLERANCE)
+    with pytest.raises(ValueError, match="`attention_mask` must have the shape"):
+        next(running.generate(ids, 6, attention_mask=mask[:, :-1]))
+
+
 @pytest.mark.parametrize(
     ("rule", "form", "fields"),
     [

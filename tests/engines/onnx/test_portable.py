@@ -10,6 +10,8 @@ from transformers import (
     DistilBertModel,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 import dynaxx as dx
@@ -140,6 +142,10 @@ def test_rules_that_plain_operations_cannot_express_are_refused_with_the_fix():
         PortableModel(model, decode)
     with pytest.raises(UnsupportedInputError, match="`window` is for encoders"):
         PortableModel(model, window=8)
+    experts = MixtralConfig(vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=1,
+                            num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)  # fmt: skip
+    with pytest.raises(UnsupportedInputError, match=r"mixture of experts .*: serve the model with"):
+        PortableModel(MixtralForCausalLM(experts).eval())
     other = Policy(model=facts.model_copy(update={"layers": 3}), rules=[])
     with pytest.raises(PolicyError, match="is for another model"):
         PortableModel(model, other)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dynaxx.arguments import typed
 from dynaxx.core import build
 from dynaxx.core.library import ISA_VARIABLE, load_core
 from dynaxx.engines.onnx.packages import runtime
+from dynaxx.engines.portable.greedy import Array, Step, greedy
 from dynaxx.engines.portable.manifest import read_manifest
 
 
@@ -48,8 +48,6 @@ VERSION = 1
 # ONNX Runtime computes its fused sum and norm number by number on a CPU: 7 % of the time of an encoder of BERT-base's
 # shape. The two operators apart take 2 %.
 SLOW_FUSIONS = ["SkipLayerNormFusion"]
-
-Array = NDArray[Any]
 
 
 class OnnxModel:
@@ -127,20 +125,18 @@ class OnnxModel:
         Raises:
             ValueError: the mask is not for these prompts, or shows nothing of one.
         """
-        mask = np.ones(input_ids.shape, np.bool_) if attention_mask is None else attention_mask.astype(np.bool_)
-        if mask.shape != input_ids.shape or not mask.any(1).all():
-            raise ValueError("`attention_mask` must have the shape of `input_ids` and show a token of each prompt")
-        lengths = mask.sum(1)
-        groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
-        states = [self.step(input_ids[rows][mask[rows]].reshape(len(rows), -1)) for rows in groups]
-        for number in range(max_new_tokens):
-            token = np.empty(len(lengths), np.int64)
-            for rows, (logits, _) in zip(groups, states, strict=True):
-                token[rows] = logits[:, -1].argmax(-1)
-            yield token
-            if number + 1 == max_new_tokens or (eos is not None and bool((token == eos).all())):
-                return
-            states = [self.step(token[rows, None], cache) for rows, (_, cache) in zip(groups, states, strict=True)]
+
+        def start() -> Step:
+            cache: list[Array] | None = None
+
+            def step(tokens: Array) -> Array:
+                nonlocal cache
+                logits, cache = self.step(tokens, cache)
+                return logits
+
+            return step
+
+        return greedy(start, input_ids, max_new_tokens, attention_mask=attention_mask, eos=eos)
 
     def _empty(self, session: Any, batch: int) -> list[Array]:
         types = {"tensor(float)": np.float32, "tensor(float16)": np.float16}

@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from dynaxx.arguments import typed
 from dynaxx.engines.openvino.packages import openvino
 from dynaxx.engines.portable import PortableModel
+from dynaxx.engines.portable.greedy import greedy
 
 SAMPLE = 160  # tokens of the traced call
 CAUSAL = ["dynaxx", "causal"]  # note in a model: its masks show the keys up to each query's own, bottom-right aligned
@@ -40,6 +41,7 @@ class OpenVinoGenerator:
     """
 
     def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
         self._request = compiled.create_infer_request()
         if not self._request.query_state():
             raise ValueError("`compiled` must have a cache: convert it with to_openvino(model, cache=True)")
@@ -59,20 +61,28 @@ class OpenVinoGenerator:
         return np.array(self._request.infer({"input_ids": ids})["logits"])
 
     def generate(
-        self, input_ids: NDArray[Any] | Tensor, max_new_tokens: int, *, eos: int | None = None
+        self,
+        input_ids: NDArray[Any] | Tensor,
+        max_new_tokens: int,
+        *,
+        attention_mask: NDArray[Any] | Tensor | None = None,
+        eos: int | None = None,
     ) -> Iterator[NDArray[Any]]:
         """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all are `eos`.
 
-        The cache is emptied first.
+        Args:
+            input_ids: prompts (batch, seqlen), padded on any side.
+            max_new_tokens: the maximum.
+            attention_mask: (batch, seqlen), 0 for padding. Prompts of one length run together, with a cache of their
+                own; that of `step` stays as it is.
+            eos: token that ends a sequence.
+
+        Raises:
+            ValueError: the mask is not for these prompts, or shows nothing of one.
         """
-        self.reset()
-        logits = self.step(input_ids)
-        for number in range(max_new_tokens):
-            token = logits[:, -1].argmax(-1)
-            yield token
-            if number + 1 == max_new_tokens or (eos is not None and bool((token == eos).all())):
-                return
-            logits = self.step(token[:, None])
+        mask = None if attention_mask is None else np.asarray(attention_mask)
+        start = lambda: OpenVinoGenerator(self._compiled).step
+        return greedy(start, np.asarray(input_ids), max_new_tokens, attention_mask=mask, eos=eos)
 
 
 @typed

@@ -24,6 +24,11 @@ from dynaxx.policy import Policy
 NAME = "dynaxx_portable"  # name in the registry of transformers
 UNSERVED = {"s_aux": "learned sinks", "position_bias": "a position bias", "block_indices": "block indices"}
 
+EXPERTS = (
+    "in a mixture of experts the data choose each token's weights, which plain operations would compute for every "
+    "expert: serve the model with dynaxx.apply or vLLM"
+)
+
 
 class Attend(Protocol):
     """Computes a layer's attention."""
@@ -66,6 +71,8 @@ class PortableModel(nn.Module):
         self.model = model
         self.last_logits = last_logits
         found = Decoder.of(model)
+        if any(x.dim() == 3 and ("expert" in name or "moe" in name) for name, x in model.named_parameters()):
+            raise UnsupportedInputError(f"an export of {found.facts.model_type}", {"portable": [EXPERTS]})
         self.config, self.layers, self.causal = found.config, len(found.layers), is_causal(found)
         self.owner = found.owner
         self._cache_name = cache_name(model)  # here, since a trace of `forward` cannot read signatures
