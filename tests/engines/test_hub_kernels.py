@@ -37,8 +37,9 @@ def test_the_package_names_no_dynaxx_and_holds_all_that_it_imports(package):
         write_kernel_package(package)
 
 
-def test_it_loads_from_its_path_beside_dynaxx(package):
-    """Load the package as `kernels` does: by its path, under another name."""
+@pytest.mark.parametrize("load", ["first", "second"])
+def test_it_loads_from_its_path_beside_dynaxx(package, load):
+    """Load the package as `kernels` does: by its path, under another name; and again in the same process."""
     variant = package / "build" / "torch-universal"
     name = json.loads((variant / "metadata.json").read_text())["id"]
     spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from dynaxx.layout.paging import PagedCache
 from dynaxx.selection.pages import PageBudget, pages_touched
 
-torch.library.define("dynaxx::counted_flops", "(int flops) -> ()")
-torch.library.impl("dynaxx::counted_flops", "CompositeExplicitAutograd", lambda flops: None)
+
+@torch.library.custom_op("dynaxx::counted_flops", mutates_args=())  # a copy of the package may be loaded again
+def counted_flops(flops: int) -> None:
+    """Do nothing, so that a `FlopCounterMode` can count the call."""
 
 
 def _pairs_in_blocks(q: Tensor, layout: list[Tensor], q_block: int, kv_block: int) -> int:
@@ -72,7 +74,7 @@ def is_counting() -> bool:
 def count(flops: int) -> None:
     """Count the operations of a kernel that is no op of `torch.library`; call it only if `is_counting`."""
     if flops:
-        torch.ops.dynaxx.counted_flops(flops)
+        counted_flops(flops)
 
 
 def decode_flops(q: Tensor, cache: PagedCache, pages: Tensor | PageBudget | None, left: int | None) -> int:
