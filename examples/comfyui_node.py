@@ -7,10 +7,11 @@ ComfyUI calls an attention override in place of each attention function, and say
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 from dynaxx.video import Grid, load_policy
 from dynaxx.video.attention import attend
+from dynaxx.video.residuals import Residuals
 
 
 class SparseAttention:
@@ -24,6 +25,8 @@ class SparseAttention:
     def __init__(self, policy, first, last):
         self.policy, self.first, self.last, self.counts = policy, first, last, Counter()
         self.plans = {start: policy.plans(start) for start in policy.starts}
+        self.denser = {start: policy.plans(start, refresh=True) for start in policy.starts}
+        self.residuals = defaultdict(Residuals)  # by block
 
     def __call__(self, dense, q, k, v, heads, mask=None, *rest, transformer_options, **more):
         """Return attention of (batch, seqlen, heads * head_dim): by the policy, or ComfyUI's own."""
@@ -31,24 +34,28 @@ class SparseAttention:
         facts, tokens = self.policy.model, math.prod(shape)
         if (heads, q.shape[-1]) != (facts.q_heads, facts.q_heads * facts.head_dim):
             raise ValueError(f"the policy is for {facts.q_heads} heads of {facts.head_dim}")
-        plan = None
+        plan, block = None, transformer_options.get("block_index")
         if len(shape) == 3 and q.shape[1] == k.shape[1] == tokens >= self.policy.dense_below and mask is None:
-            plan = self.plans[self.start(transformer_options)].get(transformer_options["block_index"])
+            step, period = self.step(transformer_options)
+            plan = self.plans[period[0]].get(block)
         if plan is None:  # cross-attention too
             self.counts["dense"] += 1
             return dense(q, k, v, heads, mask, *rest, transformer_options=transformer_options, **more)
         self.counts["sparse"] += 1
-        q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
-        return attend(q, k, v, Grid(*shape, order=self.policy.order), plan)[0].flatten(-2)
+        given = *(x.unflatten(-1, (heads, -1)) for x in (q, k, v)), Grid(*shape, order=self.policy.order), plan
+        denser = self.denser[period[0]].get(block)
+        if denser is None:
+            return attend(*given)[0].flatten(-2)
+        return self.residuals[block].attend(*given, denser, step=step, period=period)[0].flatten(-2)
 
-    def start(self, options):
-        """Return the share of the steps from which the rules of the current one apply."""
+    def step(self, options):
+        """Return the step and the number of all steps, and the period between refreshes in which it is."""
         if not self.policy.depends_on_step:
-            return 0.0
+            return (0, 1), (0.0, 0)
         sigmas = options["sample_sigmas"]  # of all steps, and the last one's end
         step = int((sigmas[:-1] - options["sigmas"].max().to(sigmas)).abs().argmin())
-        share = self.first + (self.last - self.first) * step / (len(sigmas) - 1)
-        return max(start for start in self.policy.starts if start <= share)
+        steps = len(sigmas) - 1
+        return (step, steps), self.policy.period(self.first + (self.last - self.first) * step / steps)
 
 
 class DynaxxPolicy:

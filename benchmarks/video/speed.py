@@ -122,8 +122,7 @@ def shared_ms(given: Any, grid: Grid, share: float) -> float:
 
     def five_steps() -> None:
         for index in range(5):
-            kept.start(index, 10, (0.0, 0))
-            kept.attend(0, *given, grid, *plans)
+            kept.attend(*given, grid, *plans, step=(index, 10), period=(0.0, 0))
 
     return milliseconds(five_steps, 3) / 5
 

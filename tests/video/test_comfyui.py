@@ -40,6 +40,28 @@ def dense(q, k, v, heads, mask=None, **more):
     return scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(-2)
 
 
+def test_refreshes_are_shared_between_steps_of_a_block(patch):
+    options = patch(VideoRule.of(WINDOW, refresh=dx.TopK(1.0)), refresh_every=0.5)
+    override = options.pop("optimized_attention_override")
+    sigmas = torch.tensor([1.0, 0.8, 0.6, 0.3, 0.0])
+    first, second = torch.randn(2, 3, 2, 312, HEADS * HEAD_DIM)
+
+    def call(given, at, block=1):
+        more = {"grid_sizes": SHAPE, "block_index": block, "sample_sigmas": sigmas, "sigmas": sigmas[at : at + 1]}
+        return override(dense, *given, HEADS, transformer_options=options | more)
+
+    def window(given):
+        q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in given)
+        return grid_attention(q, k, v, Grid(*SHAPE), WINDOW, block_size=16).flatten(-2)
+
+    torch.testing.assert_close(call(first, 0), dense(*first, HEADS))
+    torch.testing.assert_close(call(second, 0, block=0), dense(*second, HEADS))
+    expected = window(second) + dense(*first, HEADS) - window(first)
+    torch.testing.assert_close(call(second, 1), expected)
+    torch.testing.assert_close(call(second, 2), dense(*second, HEADS))
+    torch.testing.assert_close(call(second, 0), dense(*second, HEADS))  # a new run
+
+
 @pytest.mark.parametrize(("steps", "part"), [(0.5, {}), (0.9, {"first": 0.8})])
 def test_calls_follow_the_policy_by_block_and_step_or_stay_dense(patch, steps, part):
     options = patch(VideoRule.of(WINDOW, layers=(1,), steps=(steps, 1.0)), dense_below=300, **part)

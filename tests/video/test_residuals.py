@@ -10,7 +10,7 @@ from dynaxx.policy.resolve import plan_of
 from dynaxx.testing import make_qkv
 from dynaxx.video import Grid, GridWindow, VideoPolicy, VideoRule, model_facts
 from dynaxx.video.attention import Padding, attend
-from dynaxx.video.residuals import MAX_PASSES, Residuals
+from dynaxx.video.residuals import MAX_CALLS, Residuals
 
 GRID = Grid(3, 7, 13, text=6)
 FEW, MORE = dx.TopK(0.1, dx.MeanPool(), per="head"), dx.TopK(0.5, dx.MeanQuery(), per="head")
@@ -26,37 +26,35 @@ def qkv(seed=0, batch=1, heads=2):
     return [x.double() for x in make_qkv(batch, GRID.seqlen, GRID.seqlen, heads, heads, 8)]
 
 
+def step(kept, index, given, few=FEW, more=MORE, *, steps=10, period=(0.0, 0), **options):
+    return kept.attend(*given, GRID, plan(few), plan(more), step=(index, steps), period=period, **options)
+
+
 def test_after_a_refresh_equal_inputs_give_the_denser_output():
-    kept, given = Residuals(), qkv()
+    kept, given, every = Residuals(), qkv(), dx.TopK(1.0)
     for index in range(3):
-        kept.start(index, 10, (0.0, 0))
-        out, layouts = kept.attend(0, *given, GRID, plan(FEW), plan(MORE))
+        out, layouts = step(kept, index, given)
         torch.testing.assert_close(out, attend(*given, GRID, plan(MORE))[0])
         assert len(layouts) == (1 if index else 2)
-    dense = attend(*given, GRID, plan(dx.TopK(1.0)))[0]
-    for index, rule in ((5, FEW), (6, dx.TopK(1.0))):  # of an older period, which is refreshed by all blocks
-        kept.start(index, 10, (0.0, index))
-        torch.testing.assert_close(kept.attend(0, *given, GRID, plan(rule), plan(dx.TopK(1.0)))[0], dense)
-    kept.start(7, 10, (0.0, 6))
-    other = qkv(1)
-    torch.testing.assert_close(  # all blocks between refreshes leave no difference
-        kept.attend(0, *other, GRID, plan(dx.TopK(1.0)), plan(dx.TopK(1.0)))[0],
-        attend(*other, GRID, plan(dx.TopK(1.0)))[0],
-    )
+    dense = attend(*given, GRID, plan(every))[0]
+    for index, rule in ((5, FEW), (6, every)):  # each starts a period, with all blocks
+        torch.testing.assert_close(step(kept, index, given, rule, every, period=(0.0, index))[0], dense)
+    other = qkv(1)  # all blocks between refreshes leave no difference
+    found, layouts = step(kept, 7, other, every, every, period=(0.0, 6))
+    assert len(layouts) == 1
+    torch.testing.assert_close(found, attend(*other, GRID, plan(every))[0])
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_between_refreshes_the_kept_blocks_are_corrected(padded):
-    """Equal a loop that masks dense attention by the blocks of the refresh."""
+    """Equal dense attention that is masked by the blocks of the refresh."""
     first, second = qkv(0, 2), qkv(1, 2)
     visible = torch.ones(2, GRID.seqlen, dtype=torch.bool)
     visible[1, 120:] = not padded
     padding = Padding(visible, blank=True) if padded else None
     kept = Residuals()
-    kept.start(0, 10, (0.0, 0))
-    _, (dense, few) = kept.attend(0, *first, GRID, plan(FEW), plan(MORE), padding=padding)
-    kept.start(1, 10, (0.0, 0))
-    out, (again,) = kept.attend(0, *second, GRID, plan(FEW), plan(MORE), padding=padding)
+    _, (dense, few) = step(kept, 0, first, padding=padding)
+    out, (again,) = step(kept, 1, second, padding=padding)
     assert again is few
     assert few.kv_indices.numel() < dense.kv_indices.numel()
 
@@ -70,49 +68,41 @@ def test_between_refreshes_the_kept_blocks_are_corrected(padded):
 
 
 @pytest.mark.parametrize(
-    ("step", "given"),
+    ("index", "steps", "given"),
     [
-        ((0, 10), qkv(1)),  # a new run
-        ((3, 12), qkv(1)),  # of another number of steps
-        ((3, 10), qkv(1, batch=2)),
-        ((3, 10), [x.float() for x in qkv(1)]),
+        (0, 10, qkv(1)),  # a new run
+        (3, 12, qkv(1)),
+        (3, 10, qkv(1, batch=2)),
+        (3, 10, [x.float() for x in qkv(1)]),
     ],
 )
-def test_differences_never_reach_another_run_or_shape(step, given):
+def test_differences_never_reach_another_run_or_shape(index, steps, given):
     kept = Residuals()
-    kept.start(2, 10, (0.0, 0))
-    kept.attend(0, *qkv(), GRID, plan(FEW), plan(MORE))
-    kept.start(*step, (0.0, 0))
-    out, layouts = kept.attend(0, *given, GRID, plan(FEW), plan(MORE))
+    step(kept, 2, qkv())
+    out, layouts = step(kept, index, given, steps=steps)
     assert len(layouts) == 2
     torch.testing.assert_close(out, attend(*given, GRID, plan(MORE))[0])
 
 
-def test_layers_and_passes_are_kept_apart_and_the_last_step_keeps_nothing():
+def test_calls_of_a_step_are_kept_apart_and_the_last_step_keeps_nothing():
     kept = Residuals()
     for index in (0, 1):
-        for number in range(MAX_PASSES + 1):
-            kept.start(index, 3, (0.0, 0))
-            for layer in (0, 1):
-                given = qkv(10 * number + layer)
-                out, layouts = kept.attend(layer, *given, GRID, plan(FEW), plan(MORE))
-                torch.testing.assert_close(out, attend(*given, GRID, plan(MORE))[0])
-                assert len(layouts) == (1 if index or number == MAX_PASSES else 2)
-    assert len(kept._kept) == 2 * MAX_PASSES
-    for _ in range(MAX_PASSES):
-        kept.start(2, 3, (0.0, 0))
-        for layer in (0, 1):
-            assert len(kept.attend(layer, *qkv(), GRID, plan(FEW), plan(MORE))[1]) == 1
+        for number in range(MAX_CALLS + 1):
+            given = qkv(number)
+            out, layouts = step(kept, index, given, steps=3)
+            torch.testing.assert_close(out, attend(*given, GRID, plan(MORE))[0])
+            assert len(layouts) == (1 if index or number == MAX_CALLS else 2)
+    assert len(kept._kept) == MAX_CALLS
+    assert [len(step(kept, 2, qkv(), steps=3)[1]) for _ in range(MAX_CALLS)] == [1] * MAX_CALLS
     assert not kept._kept
 
 
 def test_gradients_are_refused():
     kept, (q, k, v) = Residuals(), qkv()
-    kept.start(0, 2, (0.0, 0))
     with pytest.raises(dx.UnsupportedInputError, match=r"run under torch\.no_grad"):
-        kept.attend(0, q, k.requires_grad_(), v, GRID, plan(FEW), plan(MORE))
+        step(kept, 0, (q, k.requires_grad_(), v))
     with torch.no_grad():
-        kept.attend(0, q, k, v, GRID, plan(FEW), plan(MORE))
+        step(kept, 0, (q, k, v))
 
 
 def test_policies_store_and_check_refreshes(tmp_path):

@@ -95,6 +95,16 @@ def test_every_layer_follows_the_policy(model, tmp_path):
     assert not close(*found["outputs"])
 
 
+def test_residuals_are_shared_between_steps(model, tmp_path):
+    rule = VideoRule.of(GridWindow(1, 3, 3), refresh=dx.TopK(1.0))
+    policy = policy_of(model, rule, refresh_every=0.5)
+    (found,) = omni(model, policy, tmp_path, steps=(0, 1, 5), DYNAXX_VIDEO_STEPS="10")
+    assert found["counts"] == {"refresh": 4, "sparse": 2}
+    with torch.no_grad():
+        dense = model(*inputs(), return_dict=False)[0]
+    assert all(close(output, dense) for output in found["outputs"])
+
+
 @pytest.mark.parametrize(
     ("split", "shape", "rules", "of_second"),
     [

@@ -3,7 +3,7 @@
 
 At a refresh a layer attends by its rule and by a denser one, and returns the denser output. It keeps the blocks that
 its rule chose, and by how much their output differs from the denser one. At the steps until the next refresh it attends
-to the kept blocks, and adds the difference. The same blocks are essential: with them both outputs change alike.
+to the kept blocks, and adds the difference. Blocks that are chosen anew at every step lose half of the gain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dynaxx.policy import LayerPlan
 from dynaxx.video.attention import Padding, attend
 from dynaxx.video.grid import Grid
 
-MAX_PASSES = 8  # forward passes of one step, as of guidance, that keep differences; bounds the memory
+MAX_CALLS = 8  # calls of one step, as of guidance, that keep differences; bounds the memory
 
 
 class Kept(NamedTuple):
@@ -37,27 +37,18 @@ class Kept(NamedTuple):
 
 
 class Residuals:
-    """What the layers of one model keep between the steps of one run.
+    """What one layer keeps between the steps of a run.
 
-    Passes of a step, such as those with and without a prompt, must come in the same order at every step. A run ends
-    with its last step; a step back or another number of steps is a new run.
+    Calls of a step, such as those with and without a prompt, must come in the same order at every step. A run ends with
+    its last step; a step back or another number of steps is a new run.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], Kept] = {}  # by pass and layer
-        self._step, self._pass, self._period = (-1, 0), 0, (0.0, 0)
-
-    def start(self, index: int, steps: int, period: tuple[float, int]) -> None:
-        """Note that a forward pass of a step starts, in a period of `VideoPolicy.period`."""
-        before, count = self._step
-        self._pass = self._pass + 1 if (index, steps) == self._step else 0
-        self._step, self._period = (index, steps), period
-        if index < before or steps != count:
-            self._kept.clear()
+        self._kept: dict[int, Kept] = {}  # by the number of the call within its step
+        self._step, self._call = (-1, 0), 0
 
     def attend(
         self,
-        layer: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -65,6 +56,8 @@ class Residuals:
         plan: LayerPlan,
         denser: LayerPlan,
         *,
+        step: tuple[int, int],
+        period: tuple[float, int],
         padding: Padding | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, list[BlockLayout]]:
@@ -72,22 +65,37 @@ class Residuals:
 
         At a refresh these are the layout of `denser`, and that of `plan` if its difference is kept.
 
+        Args:
+            q: (batch, seqlen, heads, head_dim) in the model's order.
+            k: as `q`.
+            v: as `q`.
+            grid: the tokens.
+            plan: the rules between refreshes.
+            denser: the rules of refreshes.
+            step: the step, and the number of all steps.
+            period: `VideoPolicy.period` of the step.
+            padding: tokens to hide.
+            scale: softmax scale, default head_dim ** -0.5.
+
         Raises:
             UnsupportedInputError: gradients are asked for, which would reach back to other steps.
         """
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise UnsupportedInputError("gradients", {"`refresh`": ["run under torch.no_grad(), or leave it out"]})
-        here, (index, steps) = (self._pass, layer), self._step
-        kept = self._kept.pop(here, None)
-        keep = index < steps - 1 and self._pass < MAX_PASSES
-        if kept is not None and kept.serves(self._period, q):
+        if step[0] < self._step[0] or step[1] != self._step[1]:
+            self._kept.clear()
+        self._call = self._call + 1 if step == self._step else 0
+        self._step = step
+        kept = self._kept.pop(self._call, None)
+        keep = step[0] < step[1] - 1 and self._call < MAX_CALLS
+        if kept is not None and kept.serves(period, q):
             few, _ = attend(q, k, v, grid, plan, padding=padding, scale=scale, layout=kept.layout)
             if keep:
-                self._kept[here] = kept
+                self._kept[self._call] = kept
             return few + kept.difference, [kept.layout]
         out, visited = attend(q, k, v, grid, denser, padding=padding, scale=scale)
         if not keep:
             return out, [visited]
         few, layout = attend(q, k, v, grid, plan, padding=padding, scale=scale)
-        self._kept[here] = Kept(self._period, layout, out - few)
+        self._kept[self._call] = Kept(period, layout, out - few)
         return out, [visited, layout]

@@ -27,6 +27,7 @@ from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan
 from dynaxx.video.attention import attend
 from dynaxx.video.grid import Grid
 from dynaxx.video.policy import VideoPolicy, load_policy
+from dynaxx.video.residuals import Residuals
 
 POLICY_VARIABLE = "DYNAXX_VIDEO_POLICY"  # the file of a policy
 STEPS_VARIABLE = "DYNAXX_VIDEO_STEPS"  # steps of a request, for policies by steps: Wan does not publish their number
@@ -124,8 +125,6 @@ class Layer:
             own = f"block {index} of {heads} heads of {head_dim}"
             wanted = f"{POLICY_VARIABLE} is for {facts.layers} blocks of {facts.q_heads} heads of {facts.head_dim}"
             raise UnsupportedInputError(own, {"vLLM-Omni": [wanted]})
-        if policy.refresh_every:
-            raise UnsupportedInputError("a policy with refreshes", {"vLLM-Omni": ["they need a pipeline of diffusers"]})
         from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
 
         config = get_current_diffusion_config_or_none()
@@ -133,22 +132,30 @@ class Layer:
             raise UnsupportedInputError("ring attention", {"vLLM-Omni": ["a policy needs Ulysses and no ring"]})
         self.policy, self.index, self.heads, self.scale = policy, index, heads, scale
         self.kill_switch = KillSwitch(KILL_SWITCH)
-        self._plans: dict[tuple[float, int, int], LayerPlan | None] = {}
+        self._plans: dict[tuple[float, int, int], tuple[LayerPlan | None, LayerPlan | None]] = {}
+        self._residuals = Residuals()
 
     @never_traced
     def attend(self, q: Tensor, k: Tensor, v: Tensor, metadata: Any) -> Tensor | None:
         """Return attention by the policy; None if it does not cover the call, which is counted with the reason."""
         try:
-            grid, plan = self._grid(q, k, metadata), self._plan(q)
+            grid, step = self._grid(q, k, metadata), self._step()
+            period = self.policy.period(step[0] / step[1])
+            plan, denser = self._plan(q, period[0])
         except _LeftDense as left:
             outcome = f"dense: {left}"
             if not counts[outcome]:
                 logger.info("block %d attends to all tokens: %s", self.index, left)
             counts[outcome] += 1
             return None
-        counts["sparse"] += 1
         used = grid.seqlen  # tokens after them were added to split the sequence evenly
-        out, _ = attend(q[:, :used], k[:, :used], v[:, :used], grid, plan, scale=self.scale)
+        given = q[:, :used], k[:, :used], v[:, :used], grid, plan
+        if denser is None:
+            counts["sparse"] += 1
+            out, _ = attend(*given, scale=self.scale)
+        else:
+            out, layouts = self._residuals.attend(*given, denser, step=step, period=period, scale=self.scale)
+            counts["sparse" if len(layouts) == 1 else "refresh"] += 1
         return out if used == q.shape[1] else functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - used))
 
     def _grid(self, q: Tensor, k: Tensor, metadata: Any) -> Grid:
@@ -164,8 +171,11 @@ class Layer:
             raise _LeftDense(DenseReason.BELOW)
         return grid
 
-    def _plan(self, q: Tensor) -> LayerPlan:
-        """Return the rules of q's heads: tensor parallelism splits the model's heads, Ulysses those of a rank."""
+    def _plan(self, q: Tensor, start: float) -> tuple[LayerPlan, LayerPlan | None]:
+        """Return the rules of q's heads in a part of the denoising, and those of refreshes.
+
+        Tensor parallelism splits the model's heads, Ulysses those of a rank.
+        """
         if self.kill_switch.engaged() is not None:
             raise _LeftDense(DenseReason.KILLED)
         all_heads, heads, rank = self.policy.model.q_heads, q.shape[2], 0
@@ -179,20 +189,21 @@ class Layer:
             from vllm_omni.diffusion.distributed.parallel_state import get_ulysses_parallel_rank
 
             rank = rank * (self.heads // heads) + get_ulysses_parallel_rank()
-        key = self._start(), rank, all_heads // heads
+        key = start, rank, all_heads // heads
         if key not in self._plans:
-            whole = self.policy.plans(key[0]).get(self.index)
-            own = None if whole is None else whole.shard(*key[1:])
-            self._plans[key] = None if own is None or all(group.rule == Full() for group in own.groups) else own
-        plan = self._plans[key]
+            both = (self.policy.plans(start, refresh=refresh).get(self.index) for refresh in (False, True))
+            own, denser = (None if whole is None else whole.shard(*key[1:]) for whole in both)
+            dense = own is None or all(group.rule == Full() for group in own.groups)
+            self._plans[key] = None if dense else own, denser
+        plan, denser = self._plans[key]
         if plan is None:
             raise _LeftDense(DenseReason.NO_RULE)
-        return plan
+        return plan, denser
 
-    def _start(self) -> float:
-        """Return the share of the steps from which the rules of the current one apply."""
+    def _step(self) -> tuple[int, int]:
+        """Return the current step, and the number of all steps."""
         if not self.policy.depends_on_step:
-            return 0.0
+            return 0, 1
         from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
         context = get_forward_context() if is_forward_context_available() else None
@@ -200,4 +211,4 @@ class Layer:
         steps = getattr(context, "total_denoise_steps", None) or int(os.environ.get(STEPS_VARIABLE) or 0)
         if step is None or not steps:
             raise _LeftDense(f"step is unknown; set {STEPS_VARIABLE} to the number of steps")
-        return max(start for start in self.policy.starts if start <= min(step, steps - 1) / steps)
+        return min(step, steps - 1), steps

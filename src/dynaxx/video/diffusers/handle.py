@@ -19,7 +19,7 @@ from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import never_traced
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan
-from dynaxx.video.attention import Padding, attend, padding_of
+from dynaxx.video.attention import attend, padding_of
 from dynaxx.video.diffusers.families import attention_modules, family_of, model_facts, original, timestep_of
 from dynaxx.video.diffusers.processors import Dense, sparse_processor
 from dynaxx.video.grid import Grid
@@ -66,7 +66,7 @@ class Layer:
     """One attention layer under a handle."""
 
     def __init__(self, handle: Handle, index: int) -> None:
-        self.handle, self.index = handle, index
+        self.handle, self.index, self.residuals = handle, index, Residuals()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, dense: Dense) -> Tensor:
         """Return attention of (batch, seqlen, heads, head_dim), or what `dense` returns."""
@@ -81,7 +81,14 @@ class Layer:
         if plan is None:
             out = self.attend_dense(reason, dense)
         else:
-            out, layouts = handle.attend(self.index, q, k, v, plan, padding, scale)
+            grid, denser = handle.grid(q), handle.denser(self.index)
+            if denser is None:
+                out, layout = attend(q, k, v, grid, plan, padding=padding, scale=scale)
+                layouts = [layout]
+            else:
+                out, layouts = self.residuals.attend(
+                    q, k, v, grid, plan, denser, step=handle.at, period=handle.period, padding=padding, scale=scale
+                )
             layout = layouts[0]
             handle.counts["sparse" if len(layouts) == 1 else "refresh"] += 1
             handle.saw(*layouts)
@@ -104,6 +111,8 @@ class Handle:
         scheduler: the pipeline's scheduler, from which a policy by steps learns the step; None if nothing tells it.
         counts: number of attention calls by outcome: "sparse", "refresh", or "dense: " and the reason.
         share: the share of the denoising steps before the current one, None if it is unknown.
+        at: the current step, and the number of all steps.
+        period: `VideoPolicy.period` of the current forward pass.
         kill_switch: engages to run dense from the next forward pass on.
         watchers: functions that see every call of a layer, see `Watcher`.
     """
@@ -117,8 +126,8 @@ class Handle:
         self._signature = inspect.signature(model.forward)
         self._plans: dict[float, dict[int, LayerPlan]] = {start: policy.plans(start) for start in policy.starts}
         self._denser = {start: policy.plans(start, refresh=True) for start in policy.starts}
-        self._residuals = Residuals()
-        self._step = 0, 1  # the current one, and the number of all
+        self.at = 0, 1  # the current step, and the number of all
+        self.period = policy.period(0.0)
         self._shape: tuple[int, int, int] | None = None  # of the grid in the current forward pass
         self.share: float | None = None
         self._visited: float | Tensor = 0.0  # sum of the densities of all calls
@@ -147,7 +156,7 @@ class Handle:
         """
         if not 0 <= index < steps:
             raise ValueError(f"`index` must be from 0 to {steps - 1}, got {index}")
-        self.share, self._step = index / steps, (index, steps)
+        self.share, self.at = index / steps, (index, steps)
 
     def on_step_end(self, pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Follow a pipeline: pass this method as its `callback_on_step_end`, after `handle.step(0, steps)`."""
@@ -161,7 +170,7 @@ class Handle:
         for module, before, ours in self._replaced:
             if module.processor is ours:
                 module.processor = before
-        self._replaced, self._residuals = [], Residuals()
+        self._replaced = []
 
     def __enter__(self) -> Self:
         """Return the handle."""
@@ -198,21 +207,6 @@ class Handle:
         text = q.shape[1] - self._shape[0] * self._shape[1] * self._shape[2]
         return Grid(*self._shape, text=text, text_first=self._family.text_first, order=self.policy.order)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: LayerPlan, padding: Padding | None, scale: float | None
-    ) -> tuple[Tensor, list[BlockLayout]]:
-        """Return attention by a layer's plan, and the visited layouts: two at a refresh, the denser one first."""
-        denser = self._denser[self._start].get(layer)
-        if denser is None:
-            out, layout = attend(q, k, v, self.grid(q), plan, padding=padding, scale=scale)
-            return out, [layout]
-        return self._residuals.attend(layer, q, k, v, self.grid(q), plan, denser, padding=padding, scale=scale)
-
-    @property
-    def _start(self) -> float:
-        """The start of the current part of the denoising."""
-        return self.policy.period(self.share or 0.0)[0]
-
     def plan(self, layer: int, q: Tensor, k: Tensor) -> tuple[LayerPlan | None, str]:
         """Return the plan of a layer for these queries and keys, or None and the reason for dense attention."""
         shape = self._shape
@@ -226,7 +220,11 @@ class Handle:
             return None, DenseReason.SHARDED
         if q.shape[1] < self.policy.dense_below:
             return None, DenseReason.BELOW
-        return self._plans[self._start].get(layer), DenseReason.NO_RULE
+        return self._plans[self.period[0]].get(layer), DenseReason.NO_RULE
+
+    def denser(self, layer: int) -> LayerPlan | None:
+        """Return the plan of a layer's refreshes, None if it shares no residuals."""
+        return self._denser[self.period[0]].get(layer)
 
     @never_traced
     def start(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -245,7 +243,7 @@ class Handle:
                 "a policy by steps",
                 {"step": ["set handle.scheduler = pipe.scheduler, or call handle.step(index, steps)"]},
             )
-        self._residuals.start(*self._step, self.policy.period(self.share))
+        self.period = self.policy.period(self.share)
 
 
 class _StartHook:
