@@ -124,9 +124,9 @@ def write_trace(model: Any, tokenizer: Any, text: str, seqlen: int, path: Path) 
     return path
 
 
-def default_lengths(model: Any, longest: int = 8192) -> tuple[int, ...]:
-    """Return 512, 2,048, and `longest` or the model's limit."""
-    top = min(longest, longest_prompt(model))
+def default_lengths(model: Any) -> tuple[int, ...]:
+    """Return 512, 2,048, and 8,192 or the model's limit."""
+    top = min(8192, longest_prompt(model))
     return tuple(sorted({length for length in (512, 2048) if length < top} | {top}))
 
 

@@ -101,6 +101,8 @@ def x_ticks(xs: Sequence[float], log: bool, to_x: Callable[[float], float]) -> l
 
 
 LEVELS = 24  # shades of a heat map; more are invisible and cost bytes
+EMPTY = 52  # largest code that is drawn empty; with five decades from 1 to 255, a share of 1e-4
+FULL = 240  # smallest code that is drawn full: a share of one half
 INK = (20, 26, 78)  # colour of a full cell; the page inverts it in dark mode
 PALE = (125, 143, 224)  # colour of an almost empty cell
 TOKENS = 1024  # tokens that a picture shows
@@ -146,17 +148,16 @@ def pattern_pictures(document: dict[str, Any]) -> list[dict[str, str]]:
     return pictures
 
 
-def heatmap_uri(codes: bytes, size: int, *, low: int = 52, high: int = 240) -> str:
+def heatmap_uri(codes: bytes, size: int) -> str:
     """Encode a heat map as a PNG data URI, transparent where it is empty.
 
     Args:
         codes: `size` * `size` bytes: 0 is zero, 1 to 255 are on a log scale.
         size: number of rows and columns.
-        low: largest code that is drawn empty; with five decades from 1 to 255, the default is a share of 1e-4.
-        high: smallest code that is drawn full; the default is a share of one half.
     """
     ramp = bytes(
-        0 if code <= low else min(LEVELS - 1, 1 + (code - low) * (LEVELS - 1) // (high - low)) for code in range(256)
+        0 if code <= EMPTY else min(LEVELS - 1, 1 + (code - EMPTY) * (LEVELS - 1) // (FULL - EMPTY))
+        for code in range(256)
     )
     pixels = codes.translate(ramp)
     lines = b"".join(b"\0" + pixels[start : start + size] for start in range(0, size * size, size))

@@ -72,6 +72,6 @@ def listed(names: list[str] | tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])}, and {names[-1]}"
 
 
-def in_a_row(answers: list[str] | tuple[str, ...], separator: str = ",") -> tuple[str, ...]:
+def in_a_row(answers: list[str] | tuple[str, ...]) -> tuple[str, ...]:
     """Return the pieces of " a, b, c"."""
-    return tuple(f"{separator if index else ''} {answer}" for index, answer in enumerate(answers))
+    return tuple(f"{',' if index else ''} {answer}" for index, answer in enumerate(answers))

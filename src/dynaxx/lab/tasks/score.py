@@ -86,9 +86,9 @@ def answer_task(
     return TaskAnswer(found / len(answer), match, sum(wrong) / len(wrong) if wrong else None)
 
 
-def other_answers(samples: Sequence[TaskSample], index: int, count: int = OTHERS) -> list[Tensor]:
+def other_answers(samples: Sequence[TaskSample], index: int) -> list[Tensor]:
     """Return the answers of the next samples of a task that differ from the answer of sample `index`."""
-    following = [samples[(index + 1 + i) % len(samples)] for i in range(min(count, len(samples) - 1))]
+    following = [samples[(index + 1 + i) % len(samples)] for i in range(min(OTHERS, len(samples) - 1))]
     return [each.answer for each in following if each.answers != samples[index].answers]
 
 
