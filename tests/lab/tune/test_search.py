@@ -24,7 +24,7 @@ from dynaxx.lab.tune.density.held_tasks import HeldTasks
 from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.lab.tune.result import HeldOutKind, TaskTrial, Trial
 from dynaxx.lab.tune.run import TuneOptions, tune
-from dynaxx.lab.tune.sensitivity import measure_head_costs
+from dynaxx.lab.tune.sensitivity import measure_head_costs, one_row_in
 from given_times import give_prefill_times
 from tiny import TEXT, save_tiny_model
 
@@ -276,6 +276,35 @@ def test_candidates_that_no_scorer_changes_are_measured_once(loaded, monkeypatch
         assert torch.equal(each.loss[2], each.loss[5])
         assert float(each.loss[2].max()) == 0.0
         assert torch.equal(each.density[2], torch.ones_like(each.density[2]))
+
+
+def test_costs_of_some_rows_are_those_of_their_queries(loaded):
+    ids = torch.randint(3, 300, (1, 129))
+    rule = (dx.Sink(16) | dx.LocalBlocks(1)) | dx.TopK(0.3, dx.MeanQuery(), per="head")
+    whole, half, first = (
+        measure_head_costs(loaded.model, ids, [rule], block_size=16, every=every) for every in (1, 2, 1000)
+    )
+    for a, b, c in zip(whole, half, first, strict=True):
+        assert torch.equal(a.density, b.density)
+        assert float(b.loss.min()) > 0
+        assert not torch.equal(a.loss, b.loss)
+        assert float(c.loss.max()) < 1e-12, "the first block sees itself alone"
+    layout = dx.select_blocks(torch.randn(1, 128, 2, 16), torch.randn(1, 128, 2, 16), rule, block_size=16)
+    rows = torch.arange(128) // 16 % 2 == 0
+    some = one_row_in(2, layout).to_dense()
+    assert torch.equal(some[..., rows, :], layout.to_dense()[..., rows, :])
+    assert not some[..., ~rows, :].any()
+
+
+def test_every_second_row_of_a_long_text_tells_the_costs(tuned, monkeypatch):
+    """But not of a short one, which has few of them."""
+    seen = []
+    real = measure_head_costs
+    monkeypatch.setattr(costing, "measure_head_costs", lambda *a, **k: seen.append(k["every"]) or real(*a, **k))
+    tuned(scorers=("mean",))
+    monkeypatch.setattr(costing, "MANY_ROWS", 8)
+    tuned(scorers=("mean",), resume=False)
+    assert seen == [1, 2]
 
 
 @pytest.mark.parametrize("own", [False, True])

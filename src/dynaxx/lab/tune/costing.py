@@ -29,8 +29,9 @@ from dynaxx.layout import as_block_size
 from dynaxx.selection import Hybrid, Scorer
 
 SCORER_DENSITY = 0.25  # density at which the best scorer is determined
-COSTS_SHARE = 0.25  # largest expected share of the time left for costs of more than one scorer
+COSTS_SHARE = 0.1  # largest expected share of the time left for costs of more than one scorer
 COSTS_MOST = 0.25  # largest expected share of the whole budget for the costs of one scorer on texts that can be shorter
+MANY_ROWS = 64  # rows of blocks of a text from which every second one tells the costs
 COSTS_BLOCKS = 16  # blocks of these texts, at least, since the latest 128 tokens of each query are always visible
 
 LAYERS = "costs of layers"  # kinds of work, see `TimeBudget`
@@ -182,6 +183,7 @@ class Costing:
                     block_size=self.block_size,
                     seed=self.options.seed,
                     last=last,
+                    every=1 if last is not None or tokens < MANY_ROWS * as_block_size(self.block_size)[0] else 2,
                     layers=layers,
                     done=done,
                     layer_work=lambda: self.time.work(LAYERS, tokens),

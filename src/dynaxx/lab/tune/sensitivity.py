@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from dynaxx.lab.perplexity import ROWS, logits_of, routed
+from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
 from dynaxx.selection import Hybrid, select_blocks
 
@@ -51,6 +52,7 @@ def measure_head_costs(
     block_size: int | tuple[int, int],
     seed: int = 0,
     last: int | None = None,
+    every: int = 1,
     layers: Collection[int] | None = None,
     done: Callable[[HeadCosts], object] = lambda costs: None,
     layer_work: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -65,6 +67,7 @@ def measure_head_costs(
         block_size: tokens per block, or (q_block, kv_block).
         seed: seed for the sampled tokens of the gradient.
         last: number of tokens at the end whose predictions count, for example a task's answer; all by default.
+        every: measure the queries of one block in so many, from the first one on.
         layers: layers to measure; all by default.
         done: a function that is called with the costs of each finished layer.
         layer_work: returns the context in which a layer is measured.
@@ -95,8 +98,9 @@ def measure_head_costs(
             key = _scorer_free(candidate)
             if key not in known:
                 layout = select_blocks(q, k, candidate, block_size=block_size, scale=scale)
-                delta = sparse_attention(q, k, v, layout, scale=scale) - out
-                cost = ((delta * grad).sum(-1).double() ** 2).sum((0, 1)) / (2 * out.shape[1])
+                delta = sparse_attention(q, k, v, one_row_in(every, layout), scale=scale) - out
+                measured = torch.arange(out.shape[1], device=out.device) // layout.block_size[0] % every == 0
+                cost = ((delta * grad).sum(-1)[:, measured].double() ** 2).mean((0, 1)) / 2
                 known[key] = cost, _head_density(layout, q.shape[2])
             loss.append(known[key][0])
             density.append(known[key][1])
@@ -117,6 +121,16 @@ def _scorer_free(candidate: Hybrid) -> str:
     if isinstance(budget, float) and budget == selector.nothing:
         return repr(candidate.pattern)
     return repr(candidate)
+
+
+def one_row_in(every: int, layout: BlockLayout) -> BlockLayout:
+    """Return a layout in which only one row of blocks in so many visits any, which takes that share of the time."""
+    if every == 1:
+        return layout
+    rows, blocks, mask_ids = layout.entries()
+    kept = rows % layout.q_blocks % every == 0
+    shared = {"layout_batch": layout.layout_batch, "layout_heads": layout.layout_heads}
+    return BlockLayout.from_entries(layout.grid(), rows[kept], blocks[kept], mask_ids[kept], layout.masks, **shared)
 
 
 def _head_density(layout: Any, heads: int) -> Tensor:

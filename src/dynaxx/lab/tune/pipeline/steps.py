@@ -36,7 +36,6 @@ logger = logging.getLogger("dynaxx")
 
 Result = TypeVar("Result")
 SHORTER = (2048, 1024)  # for time budgets too short for longer texts; at 512 tokens little can be left out
-COSTS_SHARE = 2  # length of a text over that of its part that the costs of heads are measured on, under a time budget
 PASSES = 8  # passes over a text until a second trial is done, with the costs of heads, timing and validation
 RESERVE = 2.5  # passes over a text for the validation, at least: dense and sparse, and some room
 ANALYSIS = 4  # passes that the analysis takes about as long as
@@ -181,7 +180,7 @@ class _Steps:
                 fits = lambda tokens: PASSES * time.expects(PASS, tokens) <= time.left
                 lengths = [plan.tokens, *(each for each in SHORTER if each < plan.tokens)]
                 tokens = next(filter(fits, lengths), lengths[-1])
-            self.plan = replace(plan, tokens=tokens, cost_tokens=max(min(tokens, SHORTER[-1]), tokens // COSTS_SHARE))
+            self.plan = replace(plan, tokens=tokens)
         settings = {**asdict(self.plan), "out": None, "lengths": list(self.lengths), "skip": sorted(plan.skip)}
         document = {"about": self.about, "settings": settings, "versions": machine_facts().versions}
         write_json(plan.out / "run.json", {"model": plan.name, "command": plan.command, **document})
