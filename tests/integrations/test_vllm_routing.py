@@ -47,9 +47,10 @@ def test_at_density_one_outputs_are_vllms_own(tmp_path, model, request):
     )
 
 
-def test_steps_that_graphs_capture_decode_the_same_tokens(tmp_path, llama):
+@pytest.mark.parametrize("page", [128, 16])
+def test_steps_that_graphs_capture_decode_the_same_tokens(page, tmp_path, llama):
     """The device decides which sequences decode sparse, and kernels run before the first request, as on CUDA."""
-    decode = dx.Rule.of(dx.Sink(32) | dx.TopK(1, dx.MinMax()), phase="decode", block_size=128)
+    decode = dx.Rule.of(dx.Sink(32) | dx.TopK(128 // page, dx.MinMax()), phase="decode", block_size=page)
     policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), decode, dense_below=100, decode_dense_below=512)
     prompts, engine = PROMPTS["all lengths"], {**CHUNKS, "policy": policy}
     want = run(tmp_path, llama, prompts, **engine)
