@@ -117,7 +117,7 @@ def test_two_transformers_are_tuned_to_one_policy_for_both(folder):
 @pytest.mark.filterwarnings("ignore")
 def test_a_limit_that_nothing_keeps_gives_the_dense_policy(folder):
     done = invoke(folder / "wan", "--prompts", folder / "prompts.txt", "--frames", 5, "--size", "64x64", "--steps", 2,
-                  "--out", folder / "none", "--min-psnr", 300, "--block-size", 16, "-q")  # fmt: skip
+                  "--out", folder / "none", "--min-psnr", 300, "--no-residuals", "--block-size", 16, "-q")  # fmt: skip
     assert done.exit_code == 1
     assert "no sparse policy keeps 300 dB" in done.stdout
     assert load_policy(folder / "none" / "policy.json").rules == ()
@@ -131,6 +131,7 @@ def test_wrong_options_are_named(tmp_path):
         (tmp_path, "--prompts", tmp_path / "empty.txt"): "which has none",
         (tmp_path, "--prompts", __file__, "--size", "480"): "--size must be height x width",
         ("smollm2", "--frames", "3"): "are for pipelines of diffusers",
+        ("smollm2", "--no-residuals"): "are for pipelines of diffusers",
     }.items():
         done = invoke(*words, "--out", tmp_path / "out")
         assert done.exit_code == 2

@@ -40,6 +40,13 @@ SizeOption = Annotated[str, typer.Option("--size", metavar="HxW", help="With --p
 StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="With --prompts: steps of denoising.")]
 PsnrOption = Annotated[float, typer.Option("--min-psnr", help="With --prompts: least PSNR to the dense run, in dB.")]
 
+ResidualsOption = Annotated[
+    bool,
+    typer.Option(
+        "--residuals/--no-residuals", help="With --prompts: steps may share residuals, which takes memory per layer."
+    ),
+]
+
 
 class PipelineOptions(NamedTuple):
     """The options of a pipeline."""
@@ -49,6 +56,7 @@ class PipelineOptions(NamedTuple):
     size: str
     steps: int | None
     min_psnr: float
+    residuals: bool
 
 
 def is_pipeline(model: str, options: PipelineOptions) -> bool:
@@ -58,12 +66,12 @@ def is_pipeline(model: str, options: PipelineOptions) -> bool:
         ValueError: the options do not fit the model.
     """
     folder = (Path(model) / "model_index.json").is_file()
-    given = bool(options.prompts or options.frames or options.size or options.steps)
+    given = bool(options.prompts or options.frames or options.size or options.steps or not options.residuals)
     if folder and not options.prompts:
         raise ValueError(f"--prompts must name a file with a prompt per line: {model} is a pipeline of diffusers")
     if given and not folder:
         raise ValueError(
-            f"--prompts, --frames, --size and --steps are for pipelines of diffusers, which {model} is not"
+            f"--prompts, --frames, --size, --steps and --no-residuals are for pipelines of diffusers, not for {model}"
         )
     return folder
 
@@ -84,7 +92,7 @@ def tune_pipeline(
     arguments = {"num_frames": options.frames, "height": height, "width": width, "num_inference_steps": options.steps}
     settings = run.Settings(
         Path(model).name, prompts, out, options.min_psnr, seed, block_size or (128 if place != "cpu" else 32),
-        command_line(),
+        command_line(), options.residuals,
     )  # fmt: skip
     say = (lambda line: None) if quiet else (lambda line: echo(line, err=True))
     return run.tune(sampling.Pipeline(pipe, **arguments), settings, say)
@@ -213,6 +221,7 @@ def tune(
     size: SizeOption = "",
     steps: StepsOption = None,
     min_psnr: PsnrOption = 25.0,
+    residuals: ResidualsOption = True,
     device: options.DeviceOption = "auto",
     search_on: Annotated[
         str,
@@ -249,7 +258,7 @@ def tune(
       dynaxx tune ./wan --prompts prompts.txt --frames 81 --size 480x832 --out run
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
-        of_pipeline = PipelineOptions(prompts, frames, size, steps, min_psnr)
+        of_pipeline = PipelineOptions(prompts, frames, size, steps, min_psnr, residuals)
         if is_pipeline(model, of_pipeline):
             check_targets(out / "policy.json", out / "tuning.json", out / "report.html")
             block = options.block_size_of("--block-size", block_size)

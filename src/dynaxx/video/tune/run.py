@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +110,7 @@ class Settings:
         seed: seed of the noise.
         block_size: tokens per block.
         command: the command line, for the evidence.
+        residuals: whether policies may share residuals between steps.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Settings:
     seed: int = 0
     block_size: int = 64
     command: str = ""
+    residuals: bool = True
 
 
 @dataclass
@@ -164,6 +166,7 @@ def tune(sampler: Sampler, settings: Settings, say: Callable[[str], None] = lamb
     """
     seen, unseen = cases_of(settings)
     space = Space((*CANDIDATES, None), ranges_of(sampler.switch), settings.block_size)
+    space = space if settings.residuals else replace(space, every=())
     say(f"measuring {len(CANDIDATES)} rules in {len(space.ranges)} parts of the denoising")
     search = Search(sampler, space, seen)
     trials = search.sparsest(settings.min_psnr, say=lambda each: say(f"density {each.density:.1%}: {each.psnr:.1f} dB"))

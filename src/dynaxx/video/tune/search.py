@@ -56,8 +56,8 @@ class Search:
         steps = [sum(first <= share < last for share in shares) for first, last in space.ranges]
         self._steps = torch.tensor(steps, dtype=torch.float32, device="cpu")  # of each part
         order = self.costs.density.flatten(1).mean(1)
-        self._pairs = torch.tensor([(few, more) for few, more in product(range(len(order)), repeat=2)
-                                    if order[few] < order[more]], device="cpu")  # fmt: skip
+        pairs = [(few, more) for few, more in product(range(len(order)), repeat=2) if order[few] < order[more]]
+        self._pairs = torch.tensor(pairs, dtype=torch.int64, device="cpu")
         self._ways: list[Sharing | None] = [None, *(Sharing(*way) for way in product(space.every, DRIFTS))]
         self._way = self._best(PROBE, self._ways)[2] if space.every else None
 
@@ -102,7 +102,7 @@ class Search:
         if sharing is not None:
             few, more = self._pairs.T
             count = [math.ceil((last - first) / sharing.every - 1e-6) for first, last in self.space.ranges]
-            refreshes = torch.tensor(count, device="cpu") / self._steps.clamp(min=1)
+            refreshes = torch.tensor(count, dtype=torch.float32, device="cpu") / self._steps.clamp(min=1)
             each = each[few] + each[more] * refreshes.clamp(max=1)[None, :, None, None]
             loss = loss[more] + sharing.drift * loss[few]
         allocator = Allocator(self._of_steps(each).flatten(1), loss.flatten(1))
