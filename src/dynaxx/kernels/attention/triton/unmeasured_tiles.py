@@ -35,6 +35,7 @@ TILES = {
         "forward by TMA": {128: Rows(128, 64, 8, 2), 256: Rows(32, 32, 4, 2), 512: Rows(16, 16, 4, 1)},
         "dq": {64: Rows(64, 32, 4, 2), 128: Rows(64, 32, 4, 2), 256: Rows(64, 32, 8, 1), 512: Rows(32, 32, 8, 1)},
         "dkv": {64: Rows(64, 32, 8, 2), 128: Rows(64, 32, 8, 2), 256: Rows(64, 16, 8, 1), 512: Rows(32, 16, 8, 1)},
+        "dkv on sm_80": {256: Rows(32, 32, 8, 1)},
         "dv": {512: Rows(32, 16, 8, 1)},
     },
     "tensor memory": {  # sums in tensor memory, tiles of 128 rows: sm_100, sm_103
@@ -78,7 +79,8 @@ def unmeasured_tiles(
     unit = "amd" if gpu.vendor == "amd" else "tensor memory" if gpu.has_tensor_memory else "registers"
     sizes = TILES[unit].get(f"{kind} by TMA" if tma else kind, TILES[unit][kind])
     wide = max(padded(head_dim), padded(head_dim_v))
-    found = next(rows for width, rows in sizes.items() if wide <= width)
+    own = TILES[unit].get(f"{kind} on {gpu.architecture}", {}).get(wide)
+    found = own or next(rows for width, rows in sizes.items() if wide <= width)
     both = padded(head_dim) + padded(head_dim_v)
     turned = kind in ("dkv", "dv")
     stay_block, step_block = block_size[::-1] if turned else block_size

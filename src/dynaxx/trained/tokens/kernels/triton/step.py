@@ -130,14 +130,15 @@ def _tiles(q: Tensor, cache: PagedCache, units: int, keys: int, latent: bool) ->
     group_size = q_heads // units
     part = max(16, min(16 if fp32 else 64, power_of_two(group_size)))
     parts = -(-group_size // part)
-    block_n = 16 if wide and fp32 else 64 if latent or (not wide and not fp32) else 32
+    amd = gpu_of(q.device).vendor == "amd"  # 64 threads per warp: 4 warps have all registers, and few keys fit
+    block_n = 16 if wide and fp32 else 64 if (latent and not amd) or (not wide and not fp32) else 32
     row = (sum(widths(dim)) + (0 if latent else sum(widths(cache.head_dim_v)))) * cache.k.dtype.itemsize
     while block_n > SMALLEST and 2 * block_n * row > gpu_of(q.device).shared_memory:
         block_n //= 2
     pieces = PROGRAMS_PER_PROCESSOR * processors(q.device) // (batch * seqlen_q * units * parts)
     pieces = max(1, min(pieces, MAX_PIECES, -(-keys // block_n)))
-    stages = 1 if fp32 or cache.k_scale is not None else 4 if cache.is_paged else 3
-    return StepTiles(part, parts, pieces, block_n, 8 if wide else 4, stages)
+    stages = 1 if fp32 or cache.k_scale is not None or amd else 4 if cache.is_paged else 3
+    return StepTiles(part, parts, pieces, block_n, 8 if wide and not amd else 4, stages)
 
 
 def shares_memory(cache: PagedCache) -> bool:
