@@ -86,6 +86,17 @@ def telemetry():
         yield recorder
 
 
+@pytest.fixture(autouse=True)
+def shared_memory_of_a_gpu(request):
+    """Return a GPU's memory after large tests, since workers share the GPU, and torch keeps what a test has freed."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()
+
+
+KEPT_BYTES = 1 << 30  # of each worker
+
+
 @pytest.fixture
 def never_waits():
     """Return a context manager in which any wait for the GPU raises, on every stream."""
