@@ -131,7 +131,7 @@ def test_the_verdict_says_yes_with_its_figures(full):
         "+1.00 %) on held-out text of the sample. A prefill of 8,192 tokens runs at 1.60 times the speed of dense "
         "(1.55 to 1.65 measured)." in plain(full.text)
     )
-    assert "reaches 21.0 % density there; one budget for all heads needs 33.0 %" in plain(full.text)
+    assert "reaches 21.0 % density there; one budget for all heads passes at 33.0 %" in plain(full.text)
 
 
 DENSE = made.policy(False)

@@ -71,6 +71,18 @@ def test_fewer_blocks_are_promised_only_where_the_search_is_not_done():
     assert done == "Not everything was measured: the same command with --time-budget 10m continues."
 
 
+def test_the_fewest_blocks_that_a_policy_can_have_are_no_finding_about_the_model():
+    """The first block and the nearest ones are always visible, which is most of a short text."""
+    fewest = Tried(Candidate(0.0501, [[0.05]], {}), Trial(0.05, 11.0, 1.0, 0.001, True))
+    given = dict(tuned=guide_of(fewest.trial), timings=[LengthTiming(1024, 2.0, 1.0)])
+    found = outcome(**given, chosen=fewest)
+    assert found.why.endswith("within 1.000% at 1,024 tokens, where no policy with such blocks has fewer")
+    assert found.advice == ""
+    found = outcome(**given, chosen=fewest, usual=4096)
+    assert found.advice.startswith("Longer texts need fewer blocks: --tokens 4096")
+    assert "no policy" not in outcome(**given, chosen=SPARSE).why
+
+
 @pytest.mark.parametrize(("tolerance", "shown"), [(0.00004, "0.004"), (1e-6, "0.0001"), (1e-8, "0.000001")])
 def test_tiny_tolerances_are_shown_whole(tolerance, shown):
     found = outcome(tolerance=tolerance, chosen=SPARSE, timings=[LengthTiming(1024, 2.0, 1.0)])

@@ -215,7 +215,7 @@ def _stats(documents: dict[str, Any]) -> tuple[Stat, ...]:
         stats.append(Stat(percent(validation["density"], 1), "density", note))
     elif chosen:
         note, uniform = f"of the blocks at {tuning['tokens']:,} tokens", tuning.get("best_uniform_density")
-        note += f"; one budget for all heads needs {percent(uniform, 1)}" if uniform else ""
+        note += f"; one budget for all heads passes at {percent(uniform, 1)}" if uniform else ""
         stats.append(Stat(percent(chosen["density"], 1), "density", note))
     perplexity = [check for check in validation.get("checks", ()) if check["name"] == "perplexity_ratio"]
     if perplexity:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below
-from dynaxx.lab.tune.density.guide import Guide, Tried
+from dynaxx.lab.tune.density.guide import CLOSER, Guide, Tried
 from dynaxx.lab.tune.density.trials import ERRORS
 from dynaxx.lab.tune.result import Ended, Verdict
 from dynaxx.lab.validate.check import decimals
@@ -89,6 +89,9 @@ def decide(
     left = "Not everything was measured" if tuned is not None and tuned.is_done() else "Fewer blocks may do"
     more = "" if ended == "done" else f"{left}: the same command{budget} continues."
     found = f"{chosen.trial.density:.1%} of the blocks keep perplexity within {limit} at {tokens:,} tokens"
+    if tuned is not None and chosen.candidate.aim * CLOSER <= tuned.candidates.least:
+        found += ", where no policy with such blocks has fewer"
+        more = more or longer * (tokens < usual)
     if not timings:
         return Outcome(ended, "undecided", None, f"{found}, but {_ENDS[ended]} before attention was timed", again)
     if border is None and not timed:

@@ -72,10 +72,10 @@ class PipelineResult(Result):
         return "\n".join(lines)
 
 
-def _one_budget(needed: float | None, trials: Sequence[dict[str, Any]]) -> str:
-    """Return what one budget for all heads needs, or how far it was from passing where it was tried."""
-    if needed:
-        return f"one budget for all heads needs {needed:.1%}"
+def _one_budget(passed: float | None, trials: Sequence[dict[str, Any]]) -> str:
+    """Return where one budget for all heads passes, or how far it was from passing where it was tried."""
+    if passed:
+        return f"one budget for all heads passes at {passed:.1%}"
     if not trials:
         return "one budget for all heads was not tried"
     best = max(trials, key=lambda each: each["density"])
