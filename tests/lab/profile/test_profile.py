@@ -133,6 +133,14 @@ def test_short_prompts_alone_rule_nothing_out():
     assert dataclasses.replace(found, refused="no rotation").worth_it is False
 
 
+def test_a_busy_machine_rules_nothing_out():
+    found = dataclasses.replace(result(0.13), busy=True)
+    assert "13% at 1,000: unclear" in found.verdict
+    assert found.verdict.endswith("; the machine was busy")
+    assert found.worth_it is None
+    assert dataclasses.replace(result(0.53), busy=True).worth_it
+
+
 def test_a_busy_machine_is_mentioned():
     assert "busy" in dataclasses.replace(result(0.5), busy=True).summary()
     assert "busy" not in result(0.5).summary()

@@ -376,7 +376,8 @@ def test_the_verdict_before_tuning():
     assert headline({}) == "Nothing has been measured yet."
     cheap = made.profile() | {"worth_it": False}
     assert headline({"profile": cheap}).startswith("Not worth it here: attention is only 39 %")
-    short = cheap | {"worth_it": None}
+    assert headline({"profile": cheap | {"worth_it": None, "busy": True}}).endswith("tokens; the machine was busy.")
+    short = cheap | {"worth_it": None, "left_out": [16384]}
     assert (
         headline({"profile": short})
         == "Attention is 39 % of the prefill at 8,192 tokens; longer prompts were not timed."

@@ -96,11 +96,12 @@ class ProfileResult(Result):
     def worth_it(self) -> bool | None:
         """Return whether a policy can run in this model and attention's share is large enough at some length.
 
-        None if it is too small at the timed lengths, but longer ones, where it is larger, were not timed.
+        None if it is too small at the timed lengths, but longer ones, where it is larger, were not timed, or if the
+        machine was busy, which disturbs shares.
         """
         if not self.refused and any(length.attention_share >= self.threshold for length in self.lengths):
             return True
-        return None if self.left_out and not self.refused else False
+        return None if (self.left_out or self.busy) and not self.refused else False
 
     @property
     def savings(self) -> tuple[Saving, ...]:
@@ -120,7 +121,7 @@ class ProfileResult(Result):
         for share, length in zip(shares, self.lengths, strict=True):
             worth = length.attention_share >= self.threshold
             little = "not worth a policy" if has_windows else "not worth it"
-            little = "too short to tell" if self.left_out else little
+            little = "too short to tell" if self.left_out else "unclear" if self.busy else little
             said.append(f"{share}: " + (f"up to {length.max_speedup:.1f}x" if worth else little))
         notes = f"; layers with a window take {windows}: dynaxx.apply makes these faster too" * has_windows
         notes += "; longer prompts were not timed" * bool(self.left_out) + "; the machine was busy" * self.busy

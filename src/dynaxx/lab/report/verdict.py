@@ -186,7 +186,8 @@ def _profiled(profile: dict[str, Any], model: str, stats: tuple[Stat, ...]) -> V
         sentence += " Nothing has been tuned yet."
         return Verdict("open", "Open", f"Worth trying: attention{windows} is {share}.", sentence, stats)
     if profile["worth_it"] is None:
-        headline = f"Attention{windows} is {share}; longer prompts were not timed."
+        why = "longer prompts were not timed" if profile.get("left_out") else "the machine was busy"
+        headline = f"Attention{windows} is {share}; {why}."
         return Verdict("open", "Open", headline, sentence, stats)
     headline = f"{'A policy is not' if windows else 'Not'} worth it here: attention{windows} is only {share}."
     return Verdict("no", "Not here", headline, sentence, stats)
