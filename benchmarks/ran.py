@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
-PACKAGES = ("vllm", "torch", "triton", "transformers", "python", "CUDA driver")
+PACKAGES = ("vllm", "vllm-omni", "torch", "triton", "transformers", "python", "CUDA driver")
 
 
 class Run(NamedTuple):
