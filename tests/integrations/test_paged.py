@@ -96,7 +96,13 @@ def contiguous(batch, row, drop=0):
     return dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16))
 
 
-PAGES = [{}, {"page_size": 64}, {"page_size": 32, "tokens_first": True}]  # of an engine; the rules' have 16 tokens
+PAGES = [  # of an engine; the rules' have 16 tokens
+    {},
+    {"page_size": 64},
+    {"page_size": 32, "tokens_first": True},
+    {"page_size": 48},  # a size that caches lack, as those of hybrid models
+    {"page_size": 512},
+]
 
 
 @pytest.mark.parametrize("pages", PAGES, ids=repr)
@@ -285,15 +291,20 @@ def test_pages_that_cannot_be_divided_are_dense(telemetry):
 
 
 def test_graphs_compute_the_page_table_of_smaller_pages(telemetry):
-    """A graph reads the engine's page table at every replay: the first layer looks it up again."""
-    batch, layer = Batch(((1, 200), (1, 200)), page_size=64), layer_of(telemetry)
-    step = Step(batch.sequences, deployed(policy_of(DECODE), telemetry))
-    assert step.capturable(LayerLimits([0], "cpu"))
-    first, again = torch.empty_like(batch.q), torch.empty_like(batch.q)
-    layer.sparse(batch.q, batch.pages, step, first)
-    batch.sequences.page_table[[0, 1]] = batch.sequences.page_table[[1, 0]]
-    layer.sparse(batch.q, batch.pages, step, again)
-    assert (first[0] - again[0]).abs().max() > 1e-3
+    """A graph reads the engine's page table at every replay: the first layer that chooses looks it up again."""
+    every = dx.Rule.of(dx.TopK(1.0), phase="decode", layers=[0])
+    some = dx.Rule.of(dx.TopK(2, dx.MinMax()), phase="decode", layers=[1])
+    for rules, layers in (((DECODE,), [0]), ((every, some), [0, 1])):
+        batch = Batch(((1, 200), (1, 200)), page_size=64)
+        run_layers = [PagedLayer(index, SOFTMAX, Counts(telemetry)) for index in layers]
+        step = Step(batch.sequences, deployed(policy_of(*rules), telemetry))
+        assert step.capturable(LayerLimits(layers, "cpu"))
+        first, again = torch.empty_like(batch.q), torch.empty_like(batch.q)
+        for out in (first, again):
+            for layer in run_layers:
+                assert layer.sparse(batch.q, batch.pages, step, out)
+            batch.sequences.page_table[[0, 1]] = batch.sequences.page_table[[1, 0]]
+        assert (first[0] - again[0]).abs().max() > 1e-3, layers
 
 
 def test_neighbours_change_nothing(telemetry):

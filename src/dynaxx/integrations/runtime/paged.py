@@ -7,7 +7,8 @@ strides: `Pages`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from dynaxx.integrations.runtime.routing import MAX_QUERIES
 from dynaxx.layout.paging import PagedCache, PageSummaries, SequenceKeys, divided_pages, places_of, rows_of
 from dynaxx.layout.paging.in_place import MovedLayouts
+from dynaxx.layout.paging.pages import PAGE_SIZES
 from dynaxx.lazy import lazy
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.decode import sparse_decode
@@ -58,13 +60,26 @@ class Pages(NamedTuple):
         memory = divided_pages(self.memory.transpose(1, 2), page_size)[0].transpose(1, 2)
         return self._replace(memory=memory, whole=self.memory)
 
+    def places(self, page_table: Tensor) -> Tensor:
+        """Return the page table for pages that `divided` made, (batch, max_pages) int32, from that of the whole ones."""
+        assert self.whole is not None, "the pages are not divided"
+        found = rows_of(self.whole.transpose(1, 2))
+        assert found is not None, "else the pages could not be divided"
+        return places_of(page_table, self.whole.shape[2], found[1], self.page_size).clamp_(min=-1)
+
     def tokens_first(self) -> tuple[Tensor, Tensor]:
         """Return k and v as views (num_pages, page_size, kv_heads, head_dim) of the memory."""
         k, v = self.memory.transpose(1, 2).chunk(2, dim=-1)
         return k, v
 
     def cache(self, seqused_k: Tensor, page_table: Tensor, summaries: PageSummaries | None = None) -> PagedCache:
-        """Return the cache for `sparse_decode`; seqused_k (batch,) and page_table (batch, max_pages), both int32."""
+        """Return the cache for `sparse_decode`; seqused_k (batch,) and page_table (batch, max_pages), both int32.
+
+        Pages of a size that kernels lack, as 48 or 272, are read as the largest parts that they have.
+        """
+        if self.page_size not in PAGE_SIZES:
+            smaller = self.divided(math.gcd(self.page_size, max(PAGE_SIZES)))  # sizes are powers of two
+            return smaller.cache(seqused_k, smaller.places(page_table), summaries)
         k, v = self.tokens_first()
         return PagedCache(k, v, seqused_k, page_table, k_scale=self.k_scale, v_scale=self.v_scale, summaries=summaries)
 
@@ -148,7 +163,7 @@ class Sequences:
         self.page_table = page_table
         self.seqused_k = seqused_k
         self._parts: dict[tuple[tuple[SequenceRow, ...], int], Part] = {}
-        self._divided: dict[tuple[int, int, int], Sequences] = {}
+        self._divided: dict[Hashable, Sequences] = {}
         self._places: dict[tuple[int, int, int, int], tuple[Tensor, MovedLayouts]] = {}
         self.rows = tuple(
             SequenceRow(
@@ -171,12 +186,9 @@ class Sequences:
         """
         if pages.whole is None:
             return self
-        found = rows_of(pages.whole.transpose(1, 2))
-        assert found is not None, "else the pages could not be divided"
-        key = (pages.whole.shape[2], found[1], pages.page_size)
+        key = (pages.whole.shape[2:], pages.whole.stride(), pages.page_size)
         if anew or key not in self._divided:
-            table = places_of(self.page_table, *key).clamp_(min=-1)
-            self._divided[key] = Sequences(table, self.seqused_k, [], [])
+            self._divided[key] = Sequences(pages.places(self.page_table), self.seqused_k, [], [])
             self._divided[key].rows = self.rows
         return self._divided[key]
 

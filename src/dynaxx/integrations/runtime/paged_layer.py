@@ -64,6 +64,7 @@ class Step:
         deployed: the policy in force.
         killed: whether the kill switch was engaged.
         lengths: the lengths of a step that decodes one token per sequence and may be captured; None for other steps.
+        first_to_choose: the layer of such a step that computes the page table of smaller pages, for all layers.
         updates: how the last layer updates and counts for all; None: every layer does it for itself.
         waiting: the layers so far whose summaries the last layer updates.
         dense_calls: the layers so far that ran dense as a whole, and that the last layer counts, by outcome.
@@ -74,6 +75,7 @@ class Step:
         self.deployed = deployed
         self.killed = killed
         self.lengths: StepLengths | None = None
+        self.first_to_choose: int | None = None
         self.updates: JointUpdates | None = None
         self.waiting: list[WaitingLayer] = []
         self.dense_calls = Counter[tuple[DenseReason, str]]()
@@ -100,6 +102,8 @@ class Step:
             states = [self.deployed.state(layer, self._why_blocked(layer)) for layer in limits.rows]
             limits.write([decode_limits(self.deployed.policy, state.blocked) for state in states])
             self.lengths = StepLengths(limits, self.sequences.seqused_k)
+            choosing = (each for each in limits.rows if not self.deployed.decode[each].budget.reads_everything)
+            self.first_to_choose = next(choosing, None)
         return self.lengths is not None
 
     def split(self, layer: int) -> Split:
@@ -275,10 +279,8 @@ class PagedLayer:
         """Return the cache and the sequences in pages of the size among which the plan chooses."""
         if plan.budget.reads_everything:
             return pages, step.sequences
-        lengths = step.lengths  # the first layer of a captured pass computes the page table for all
-        first = lengths is not None and lengths.limits.rows.get(self.index) == 0
         divided = pages.divided(plan.page_size)
-        return divided, step.sequences.over(divided, anew=first)
+        return divided, step.sequences.over(divided, anew=self.index == step.first_to_choose)
 
     def _sample_unseen(self, q: Tensor, pages: Pages, step: Step, row: SequenceRow) -> None:
         """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
