@@ -208,13 +208,17 @@ def test_pages_that_cannot_be_smaller():
     table, used = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
     cache = dx.PagedCache(k, k, used, table)
     assert cache.with_page_size(64) is cache
-    with pytest.raises(ValueError, match="no whole number of 128 tokens"):
-        cache.with_page_size(128)
+    for size in (128, 48, 3, 0, -4, -16):
+        with pytest.raises(ValueError, match=f"must divide the pages' 64 tokens, got {size}"):
+            cache.with_page_size(size)
     apart = torch.zeros(3, 70, 2, 16)[:, :64]
-    with pytest.raises(ValueError, match="no whole number of 16 tokens"):
+    with pytest.raises(ValueError, match="must begin a whole number of 64 tokens behind another"):
         dx.PagedCache(apart, apart, used, table).with_page_size(16)
-    with pytest.raises(ValueError, match="different orders"):
+    with pytest.raises(ValueError, match="same order"):
         dx.PagedCache(k, torch.zeros(3, 2, 64, 16).transpose(1, 2), used, table).with_page_size(16)
+    assert dx.PagedCache(k[:0], k[:0], used, table - 1).with_page_size(16).k.shape == (0, 16, 2, 16)
+    one = k[:1], torch.zeros(1, 2, 64, 16).transpose(1, 2)  # one page has no distance to another
+    assert dx.PagedCache(*one, used, table).with_page_size(16).page_table.tolist() == [[0, 1, 2, 3] * 2]
     scale = torch.ones(3, 2)
     stored = dx.PagedCache(k.to(torch.int8), k.to(torch.int8), used, table, k_scale=scale, v_scale=scale)
     with pytest.raises(ValueError, match="a scale per page"):

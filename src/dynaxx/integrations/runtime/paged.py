@@ -61,7 +61,7 @@ class Pages(NamedTuple):
         return self._replace(memory=memory, whole=self.memory)
 
     def places(self, page_table: Tensor) -> Tensor:
-        """Return the page table for pages that `divided` made, (batch, max_pages) int32, from that of the whole ones."""
+        """Return the page table (batch, max_pages) int32 of pages that `divided` made, from that of the whole pages."""
         assert self.whole is not None, "the pages are not divided"
         found = rows_of(self.whole.transpose(1, 2))
         assert found is not None, "else the pages could not be divided"

@@ -75,11 +75,12 @@ def rows_of(x: Tensor) -> tuple[Tensor, int] | None:
     """
     num_pages, page_size, heads, head_dim = x.shape
     page, token, head, unit = x.stride()
+    page = page if num_pages > 1 else token * page_size  # torch gives one page any stride
     if not num_pages or token <= 0 or page % (token * page_size) or unit != 1:
         return None
     step = page // token
     rows = (num_pages - 1) * step + page_size
-    view = x.as_strided((1, rows, heads, head_dim), (rows * token, token, head, 1), x.storage_offset())
+    view = x.as_strided((1, rows, heads, head_dim), (rows * token, token, head, 1))
     return view, step
 
 
@@ -95,11 +96,18 @@ def divided_pages(x: Tensor, page_size: int) -> tuple[Tensor, int]:
         (view, step): a view (n, page_size, kv_heads, head_dim), and the rows from one page of `x` to the next.
 
     Raises:
-        ValueError: `page_size` does not divide the pages or their distance.
+        ValueError: `page_size` does not divide the pages, or their distance is no whole number of pages.
     """
-    found = None if x.shape[1] % page_size else rows_of(x)
+    if page_size < 1 or x.shape[1] % page_size:
+        raise ValueError(f"`page_size` must divide the pages' {x.shape[1]} tokens, got {page_size}")
+    if not x.shape[0]:
+        return x[:, :page_size], x.shape[1]
+    found = rows_of(x)
     if found is None:
-        raise ValueError(f"pages of {tuple(x.shape)}, strides {x.stride()}, are no whole number of {page_size} tokens")
+        raise ValueError(
+            f"pages of strides {x.stride()} cannot be viewed as pages of {page_size} tokens: one must begin a whole "
+            f"number of {x.shape[1]} tokens behind another, with a dense last dimension"
+        )
     return found[0][0].unflatten(0, (-1, page_size)), found[1]
 
 

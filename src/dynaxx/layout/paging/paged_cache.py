@@ -199,12 +199,14 @@ class PagedCache:
         if page_size == self.page_size:
             return self
         if self.compressed is not None or any(s is not None and s.ndim > 1 for s in (self.k_scale, self.v_scale)):
-            raise ValueError("a cache with compressed tokens or a scale per page keeps its pages")
+            raise ValueError(
+                "a cache with compressed tokens or a scale per page keeps its pages; build it with smaller ones"
+            )
         if self.page_table is None:
             return replace(self, page_size=page_size, summaries=None)
         (k, step), (v, of_values) = divided_pages(self.k, page_size), divided_pages(self.v, page_size)
         if step != of_values:
-            raise ValueError("keys and values of the pages lie in different orders")
+            raise ValueError("`k` and `v` must lie in memory in the same order of pages, heads and tokens")
         table = places_of(self.page_table, self.page_size, step, page_size).clamp_(min=-1)
         return replace(self, k=k, v=v, page_table=table, page_size=page_size, summaries=None)
 
