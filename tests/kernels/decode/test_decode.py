@@ -203,6 +203,18 @@ def test_smaller_pages(tokens_first, backend):
     check_smaller_pages(tokens_first, backend)
 
 
+def test_smaller_pages_keep_what_a_page_table_says():
+    """A page that does not exist stays one, even if its part's number passes int32."""
+    k, q = torch.randn(3, 64, 2, 16), torch.randn(1, 1, 2, 16)
+    used = torch.tensor([100], dtype=torch.int32)
+    at = lambda second: dx.PagedCache(k, k, used, torch.tensor([[1, second]], dtype=torch.int32)).with_page_size(16)
+    for wrong in (3, 2**30, 2**31 - 1):
+        with pytest.raises(ValueError, match="`page_table` must hold -1 or pages below 12"):
+            dx.sparse_decode(q, at(wrong))
+    for empty in (-(2**30), -(2**31)):
+        torch.testing.assert_close(dx.sparse_decode(q, at(empty)), dx.sparse_decode(q, at(-1)))
+
+
 def test_pages_that_cannot_be_smaller():
     k = torch.zeros(3, 64, 2, 16)
     table, used = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([100], dtype=torch.int32)

@@ -207,7 +207,8 @@ class PagedCache:
         (k, step), (v, of_values) = divided_pages(self.k, page_size), divided_pages(self.v, page_size)
         if step != of_values:
             raise ValueError("`k` and `v` must lie in memory in the same order of pages, heads and tokens")
-        table = places_of(self.page_table, self.page_size, step, page_size).clamp_(min=-1)
+        pages = self.page_table.clamp(-1, len(self.k))  # others must not wrap to valid parts
+        table = places_of(pages, self.page_size, step, page_size).clamp_(min=-1)
         return replace(self, k=k, v=v, page_table=table, page_size=page_size, summaries=None)
 
     @lazy
