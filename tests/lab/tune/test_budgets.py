@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.lab.perplexity import PACE_TOKENS
 from dynaxx.lab.progress import SilentProgress
-from dynaxx.lab.time_budget import TimeBudget
+from dynaxx.lab.time_budget import PASS, TimeBudget
+from dynaxx.lab.tune import costing
 from dynaxx.lab.tune.run import TuneOptions, tune
 from slow_clock import SlowClock
 from tiny import TEXT, save_tiny_model
@@ -190,3 +192,19 @@ def test_a_dense_policy_is_not_timed(loaded, full, tmp_path):
     found = run(loaded, tmp_path, "undecided", None, clock := SlowClock())
     assert found.crossover == ()
     assert "attention" not in {kind for kind, _ in clock.done}
+
+
+def test_a_whole_pass_decides_how_much_text_costs_take(loaded, tmp_path, monkeypatch):
+    """The pace of a few tokens is known first, and may promise passes that are much too long."""
+    seen = []
+    real = costing.measure_head_costs
+    monkeypatch.setattr(
+        costing,
+        "measure_head_costs",
+        lambda model, ids, *a, **k: seen.append(ids.shape[1] - 1) or real(model, ids, *a, **k),
+    )
+    options = TuneOptions("", out=tmp_path, tokens=TOKENS, block_size=16, scorers=("mean",), reference=False)
+    time = TimeBudget(600.0)
+    time.learn(PASS, PACE_TOKENS, 5.0)
+    tune(*loaded, TEXT, options, time=time)
+    assert seen == [TOKENS]

@@ -78,7 +78,8 @@ class Costing:
 
     def _shorten_costs(self) -> None:
         """Halve the texts for costs until one scorer's fit well into the budget, unless some length was measured."""
-        lengths, fewest = [self.cost_tokens], COSTS_BLOCKS * as_block_size(self.block_size)[1]
+        fewest = COSTS_BLOCKS * as_block_size(self.block_size)[1]
+        lengths = [self.options.cost_tokens or self.options.tokens]
         while self.time.seconds is not None and lengths[-1] >= 2 * fewest:
             lengths.append(lengths[-1] // 2)
         expected = {}

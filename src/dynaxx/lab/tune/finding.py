@@ -44,6 +44,7 @@ class Finding(Costing):
             if not self._has_time(self.trials.seconds()):
                 return
             self.trials.dense(0)  # refuses a model whose activations are not finite, before long work
+            self._shorten_costs()  # or not, now that a whole pass was timed
             costs = self._costs_by_kind(rises, task)
         if costs is None:
             return
