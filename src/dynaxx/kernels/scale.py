@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`softmax_scale`: the factor that scores are multiplied by."""
+"""`softmax_scale`: the factor that scores are multiplied by, and the sizes that kernels compute with in fp32."""
 
 from __future__ import annotations
 
 from dynaxx.arguments import number
+
+LEAST, MOST = 1e-30, 1e30  # fp32 holds these and their products with scores; beyond them lie 0, inf and nan
 
 
 def softmax_scale(scale: float | None, head_dim: int, name: str = "scale") -> float:
@@ -11,11 +13,13 @@ def softmax_scale(scale: float | None, head_dim: int, name: str = "scale") -> fl
 
     Raises:
         TypeError: the scale is not a number, or a tensor that requires a gradient.
-        ValueError: the scale is nan or infinite, which would make every result nan.
+        ValueError: the scale is nan, or neither 0 nor from 1e-30 to 1e30 in magnitude; results could be nan.
     """
     if scale is None:
         return float(head_dim**-0.5)
     scale = number(name, scale)
-    if not -float("inf") < scale < float("inf"):
-        raise ValueError(f"`{name}` must be finite, or None for head_dim ** -0.5, got {scale}")
+    if scale != 0 and not LEAST <= abs(scale) <= MOST:
+        raise ValueError(
+            f"`{name}` must be 0 or {LEAST} to {MOST} in magnitude, or None for head_dim ** -0.5, got {scale}"
+        )
     return scale

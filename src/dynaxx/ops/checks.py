@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dynaxx.arguments import as_integer, described, number
 from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.scale import LEAST, MOST
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.layout.host import AUTOCAST_DEVICES
 
@@ -141,11 +142,11 @@ def check_softcap(softcap: float) -> float:
 
     Raises:
         TypeError: the softcap is not a number, or a tensor that requires a gradient.
-        ValueError: the softcap is not positive and finite.
+        ValueError: the softcap is not from 1e-30 to 1e30.
     """
     softcap = number("softcap", softcap)
-    if not 0 < softcap < float("inf"):
-        raise ValueError(f"`softcap` must be > 0 and finite, or None for no cap, got {softcap}")
+    if not LEAST <= softcap <= MOST:
+        raise ValueError(f"`softcap` must be {LEAST} to {MOST}, or None for no cap, got {softcap}")
     return softcap
 
 

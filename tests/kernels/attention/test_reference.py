@@ -169,12 +169,16 @@ def test_no_sink_is_one_of_minus_infinity():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"softcap": 0.0}, ValueError, "`softcap` must be > 0 and finite, or None"),
-        ({"scale": float("nan")}, ValueError, "`scale` must be finite, or None"),
-        ({"scale": float("inf")}, ValueError, "`scale` must be finite, or None"),
-        ({"softcap": -5}, ValueError, "`softcap` must be > 0"),
-        ({"softcap": float("nan")}, ValueError, "`softcap` must be > 0"),
-        ({"softcap": float("inf")}, ValueError, "`softcap` must be > 0"),
+        ({"softcap": 0.0}, ValueError, "`softcap` must be 1e-30 to 1e.30, or None"),
+        ({"softcap": 2e38}, ValueError, "`softcap` must be 1e-30 to 1e.30"),  # below fp32's largest
+        ({"softcap": 1e-50}, ValueError, "`softcap` must be 1e-30 to 1e.30"),
+        ({"scale": 1e39}, ValueError, "`scale` must be 0 or 1e-30 to 1e.30 in magnitude"),
+        ({"scale": -1e-50}, ValueError, "`scale` must be 0 or 1e-30"),
+        ({"scale": float("nan")}, ValueError, "`scale` must be 0 or 1e-30"),
+        ({"scale": float("inf")}, ValueError, "`scale` must be 0 or 1e-30"),
+        ({"softcap": -5}, ValueError, "`softcap` must be 1e-30"),
+        ({"softcap": float("nan")}, ValueError, "`softcap` must be 1e-30"),
+        ({"softcap": float("inf")}, ValueError, "`softcap` must be 1e-30"),
         ({"sinks": torch.zeros(2)}, ValueError, r"`sinks` must be \(q_heads = 4,\)"),
         ({"sinks": torch.zeros(4, 1)}, ValueError, r"`sinks` must be \(q_heads = 4,\)"),
         ({"sinks": torch.zeros(4, dtype=torch.int32)}, TypeError, "`sinks` must be one of"),
