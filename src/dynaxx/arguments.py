@@ -147,6 +147,8 @@ def _other_kind(x: Tensor, error: Exception) -> str | None:
         return NESTED
     if not isinstance(error, RuntimeError) or "memory" in str(error):
         return None
+    if x.is_meta and "meta" in str(error):
+        return "one on the meta device, which has no values to read"
     if isinstance(error, NotImplementedError) and "not implemented for" not in str(error):  # a refusal in words
         return None
     kind = type(x)

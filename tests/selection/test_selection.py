@@ -340,12 +340,22 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
         (lambda q, k: dx.select_blocks(q, k, TopK((1, 2))), "one per q head"),
         (lambda q, k: dx.select_blocks(q[0], k, TopK(1)), "`q` must be"),
         (lambda q, k: dx.select_blocks(q, k[..., :8], TopK(1)), "must agree"),
+        (lambda q, k: dx.select_blocks(q[..., :0], k[..., :0], TopK(1)), "head_dim must be >= 1, got 0"),
     ],
 )
 def test_bad_input_is_refused(build, message):
     q, k, _ = make_qkv(1, 64, 64, 4, 2, 16)
     with pytest.raises(ValueError, match=message):
         build(q, k)
+
+
+def test_a_batch_without_sequences_has_a_layout_without_blocks():
+    q, k, _ = make_qkv(1, 64, 64, 4, 2, 16)
+    layout = dx.select_blocks(q[:0], k[:0], TopK(1), block_size=16)
+    assert (layout.nnz, layout.density(), layout.visible_pairs().shape) == (0, 0.0, (0, 4))
+    assert layout.to_dense().shape == (0, 4, 64, 64)
+    assert "nnz=0" in repr(layout)
+    assert layout.validate() is layout
 
 
 def test_queries_without_data_are_refused_or_computed_without_the_core():
@@ -355,3 +365,5 @@ def test_queries_without_data_are_refused_or_computed_without_the_core():
     for queries, keys in ((q.to("meta"), k), (q, k.to("meta")), (q[..., :8], k), (q[:, :, :3], k), (q, k[:0])):
         with pytest.raises((TypeError, ValueError)):
             dx.select_blocks(queries, keys, dx.TopK(2), block_size=16)
+    with pytest.raises(TypeError, match="`q` must be a plain tensor, got one on the meta device"):
+        dx.select_blocks(q.to("meta"), k.to("meta"), dx.TopK(2), block_size=16)

@@ -13,8 +13,10 @@ def softmax_scale(scale: float | None, head_dim: int, name: str = "scale") -> fl
 
     Raises:
         TypeError: the scale is not a number, or a tensor that requires a gradient.
-        ValueError: the scale is nan, or neither 0 nor from 1e-30 to 1e30 in magnitude; results could be nan.
+        ValueError: head_dim is 0, or the scale is neither 0 nor from 1e-30 to 1e30 in magnitude, so results may be nan.
     """
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be >= 1, got {head_dim}")
     if scale is None:
         return float(head_dim**-0.5)
     scale = number(name, scale)

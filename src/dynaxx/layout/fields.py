@@ -69,7 +69,7 @@ class LayoutFields:
         known = self.derived.nnz
         if known is None:
             with untransformed():
-                known = self.derived.nnz = int(self.kv_indptr.flatten()[-1]) if self.q_blocks else 0
+                known = self.derived.nnz = int(self.kv_indptr.flatten()[-1]) if self.kv_indptr.numel() else 0
         return known
 
     @property

@@ -50,6 +50,8 @@ class PageBudget:
     def __post_init__(self) -> None:
         """Check the fields; see `check_settings`."""
         check_settings(self, PageBudget)
+        if self.budget == ():
+            raise ValueError("`budget` must be one value or one per kv head, got ()")
 
     @classmethod
     @typed

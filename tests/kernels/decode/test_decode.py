@@ -325,6 +325,7 @@ def test_invalid_inputs_are_refused():
         (lambda: PageSummaries(k, k + 1, 1.0, torch.ones(2, 64, 2)), "`scale`"),
         (lambda: dx.PageBudget(1.5), "`budget`"),
         (lambda: dx.PageBudget(-1), "`budget`"),
+        (lambda: dx.PageBudget(()), "`budget` must be one value or one per kv head"),
         (lambda: dx.PageBudget(1, window=0), "`window`"),
         (lambda: dx.select_pages(q, dx.summarize_pages(cache), dx.PageBudget((1, 2, 3))), "one per kv head"),
     ]
