@@ -114,13 +114,13 @@ class OnnxModel:
         attention_mask: Array | None = None,
         eos: int | None = None,
     ) -> Iterator[Array]:
-        """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all are `eos`.
+        """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all sequences have ended.
 
         Args:
             input_ids: prompts (batch, seqlen) int64, padded on any side.
             max_new_tokens: the maximum.
             attention_mask: (batch, seqlen), 0 for padding. Prompts of one length run together.
-            eos: token that ends a sequence.
+            eos: token that ends a sequence, and that it yields from then on.
 
         Raises:
             ValueError: the mask is not for these prompts, or shows nothing of one.

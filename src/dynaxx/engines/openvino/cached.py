@@ -68,14 +68,14 @@ class OpenVinoGenerator:
         attention_mask: NDArray[Any] | Tensor | None = None,
         eos: int | None = None,
     ) -> Iterator[NDArray[Any]]:
-        """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all are `eos`.
+        """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all sequences have ended.
 
         Args:
             input_ids: prompts (batch, seqlen), padded on any side.
             max_new_tokens: the maximum.
             attention_mask: (batch, seqlen), 0 for padding. Prompts of one length run together, with a cache of their
                 own; that of `step` stays as it is.
-            eos: token that ends a sequence.
+            eos: token that ends a sequence, and that it yields from then on.
 
         Raises:
             ValueError: the mask is not for these prompts, or shows nothing of one.

@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-Step = Callable[
-    [Array], Array
-]  # tokens (batch, seqlen) after those in its cache, to logits (batch, tokens, vocabulary)
+Step = Callable[[Array], Array]  # (batch, seqlen) tokens after those in its cache -> (batch, tokens, vocabulary) logits
 
 
 def greedy(
@@ -23,29 +21,35 @@ def greedy(
     attention_mask: Array | None = None,
     eos: int | None = None,
 ) -> Iterator[Array]:
-    """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all are `eos`.
+    """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all sequences have ended.
 
     Args:
         start: returns a step with an empty cache; called once for each length of the prompts.
         input_ids: prompts (batch, seqlen) int64, padded on any side.
         max_new_tokens: the maximum.
         attention_mask: (batch, seqlen), 0 for padding. Prompts of one length run together.
-        eos: token that ends a sequence.
+        eos: token that ends a sequence, and that it yields from then on.
 
     Raises:
-        ValueError: the mask is not for these prompts, or shows nothing of one.
+        ValueError: the prompts are not two-dimensional, or the mask is not for them, or shows nothing of one.
     """
+    if input_ids.ndim != 2:
+        raise ValueError(f"`input_ids` must be (batch, seqlen), got {input_ids.shape}")
     mask = np.ones(input_ids.shape, np.bool_) if attention_mask is None else attention_mask.astype(np.bool_)
     if mask.shape != input_ids.shape or not mask.any(1).all():
         raise ValueError("`attention_mask` must have the shape of `input_ids` and show a token of each prompt")
     lengths = mask.sum(1)
     groups = [(np.flatnonzero(lengths == length), start()) for length in np.unique(lengths)]
     logits = [step(input_ids[rows][mask[rows]].reshape(len(rows), -1)) for rows, step in groups]
+    ended = np.zeros(len(lengths), np.bool_)
     for number in range(max_new_tokens):
         token = np.empty(len(lengths), np.int64)
         for (rows, _), found in zip(groups, logits, strict=True):
             token[rows] = found[:, -1].argmax(-1)
+        if eos is not None:
+            token[ended] = eos
+            ended |= token == eos
         yield token
-        if number + 1 == max_new_tokens or (eos is not None and bool((token == eos).all())):
+        if number + 1 == max_new_tokens or ended.all():
             return
         logits = [step(token[rows, None]) for rows, step in groups]
