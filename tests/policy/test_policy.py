@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -323,3 +324,27 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         exec(compile(block, str(page), "exec"), {})
     assert (tmp_path / "policy.json").exists()
+
+
+def test_a_rule_takes_indices_of_any_integer_type():
+    for layers in (range(2), np.arange(2), torch.arange(2), [np.int64(0), 1]):
+        assert dx.Rule.of(None, layers=layers).layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"layers": 3}, TypeError, r"`layers` must be 'all' or a sequence of indices such as \[0\], got 3"),
+        ({"heads": [True]}, TypeError, "`heads` must be an integer, got True"),
+        ({"layers": [0.5]}, TypeError, "`layers` must be an integer, got 0.5"),
+        ({"layers": "first"}, dx.PolicyError, "`layers`: Input should be 'all', got 'first'"),
+        ({"layers": [-1]}, dx.PolicyError, "`layers.0`: Input should be greater than or equal to 0, got -1"),
+        ({"heads": []}, dx.PolicyError, "`heads`: Tuple should have at least 1 item"),
+        ({"phase": "x"}, dx.PolicyError, "`phase`: Input should be 'prefill' or 'decode', got 'x'"),
+        ({"block_size": 0}, dx.PolicyError, "`block_size`: `block_size` must be one of"),
+    ],
+)
+def test_a_wrong_rule_is_refused_as_a_policy_is(settings, error, message):
+    with pytest.raises(error, match=message) as found:
+        dx.Rule.of(dx.SlidingWindow(9), **settings)
+    assert "pydantic" not in str(found.value)

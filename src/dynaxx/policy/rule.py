@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, ValidationError, model_validator
 
+from dynaxx.arguments import as_integer
+from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
 from dynaxx.policy.document import Document, Indices, Int
 from dynaxx.policy.specs import AttentionRule, AttentionSpec, Spec, budget_of, parts, to_spec
@@ -79,9 +82,16 @@ class Rule(Document):
                 `PageBudget.of` must be able to express `attention`.
 
         Raises:
+            TypeError: the indices are not "all" or a sequence of integers.
             ValueError: the indices, the block size or the object cannot be stored in a policy.
         """
-        return cls(layers=layers, heads=heads, phase=phase, attention=to_spec(attention), block_size=block_size)
+        layers, heads = _indices("layers", layers), _indices("heads", heads)
+        try:
+            return cls(layers=layers, heads=heads, phase=phase, attention=to_spec(attention), block_size=block_size)
+        except ValidationError as error:
+            from dynaxx.policy.schema import explain_errors  # imports this file
+
+            raise PolicyError(explain_errors(error)) from None
 
     @model_validator(mode="after")
     def _decodes(self) -> Rule:
@@ -99,6 +109,15 @@ class Rule(Document):
     def layer_list(self, layers: int) -> tuple[int, ...]:
         """Return the layers that the rule covers."""
         return tuple(range(layers)) if self.layers == "all" else self.layers
+
+
+def _indices(name: str, value: Any) -> Any:
+    """Return indices of any integer type as a tuple of `int`, or a string itself."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Iterable):
+        raise TypeError(f"`{name}` must be 'all' or a sequence of indices such as [0], got {value!r}")
+    return tuple(as_integer(name, index) for index in value)
 
 
 def head_values(attention: Spec) -> tuple[float, ...] | None:
