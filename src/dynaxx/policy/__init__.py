@@ -4,6 +4,7 @@
 The files:
 
     schema, document, facts, files  the document and its file
+    explaining                      errors of a document, with their fixes
     rule, specs                     rules as data
     resolve, plan                   what each layer does
     rollout, kill, reload           which requests follow a policy, and which policy

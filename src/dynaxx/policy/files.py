@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from dynaxx.arguments import typed
 from dynaxx.errors import PolicyError
 from dynaxx.policy.document import Document
+from dynaxx.policy.explaining import explain_errors
 from dynaxx.policy.profile import FORMAT as PROFILE_FORMAT
 from dynaxx.policy.profile import Profile
-from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
+from dynaxx.policy.schema import FORMAT, VERSION, Policy
 from dynaxx.printable import printable
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 

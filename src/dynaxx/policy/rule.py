@@ -12,6 +12,7 @@ from dynaxx.arguments import as_integer
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
 from dynaxx.policy.document import Document, Indices, Int
+from dynaxx.policy.explaining import explain_errors
 from dynaxx.policy.specs import AttentionRule, AttentionSpec, Spec, budget_of, parts, to_spec
 from dynaxx.selection.pages import PageBudget
 
@@ -89,8 +90,6 @@ class Rule(Document):
         try:
             return cls(layers=layers, heads=heads, phase=phase, attention=to_spec(attention), block_size=block_size)
         except ValidationError as error:
-            from dynaxx.policy.schema import explain_errors  # imports this file
-
             raise PolicyError(explain_errors(error)) from None
 
     @model_validator(mode="after")

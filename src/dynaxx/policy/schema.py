@@ -7,29 +7,25 @@ be run.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
 from dynaxx.policy.document import Document, Positive, Total
 from dynaxx.policy.drift import Drift
+from dynaxx.policy.explaining import explain_errors as explain_errors  # where others look for it
 from dynaxx.policy.facts import Evidence, MeasuredOn, ModelFacts, Tolerances
 from dynaxx.policy.guard import Guard
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.rollout import Rollout
 from dynaxx.policy.rule import BlockSize, Rule, as_page_size, head_values
-from dynaxx.policy.specs import kinds
-from dynaxx.printable import printable
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
 VERSION: Literal[1] = 1
 MAX_RULES = 16_384
-MAX_ERRORS = 20  # errors shown per document
 
 
 class Policy(Document):
@@ -161,93 +157,3 @@ def _check_indices(field: str, name: str, given: tuple[int, ...], count: int) ->
         raise ValueError(f"`{field}` must be below {count}, the model's number of {name}, got {outside[0]}")
     if len(set(given)) != len(given):
         raise ValueError(f"`{field}` must not repeat an index, got {list(given)}")
-
-
-_FIXES = {
-    "missing": "add it",
-    "union_tag_not_found": "add `kind`",
-}
-_GONE = {  # kinds of policies of 0.1, and the fix
-    "cluster_globals": "it is gone; use `top_k`, whose blocks hold more of the attention at the same density",
-    **dict.fromkeys(
-        ("key_clusters", "last_query_probe", "sim_hash"),
-        "it is gone; use `mean_query`, which finds more of the attention in less time",
-    ),
-}
-
-
-def explain_errors(error: ValidationError) -> str:
-    """Return pydantic's errors, one line each: the field, the error, the value found, the fix."""
-    lines: dict[str, None] = {}
-    for found in error.errors(include_url=False):
-        lines[_explain(found)] = None
-        if len(lines) > MAX_ERRORS:
-            break
-    shown = list(lines)[:MAX_ERRORS]
-    return "\n".join([*shown, "and more"] if len(lines) > MAX_ERRORS else shown)
-
-
-def _explain(found: Any) -> str:
-    where = ".".join(printable(part, most=80) for part in found["loc"] if not _is_branch(part))
-    if found["type"] == "extra_forbidden":
-        fix: str | None = _unknown_fix(found["loc"])
-    elif found["type"] == "union_tag_invalid":
-        tag = found["ctx"]["tag"]
-        fix = _GONE.get(tag) or _near(tag, {*kinds()}) or None
-    else:
-        fix = _FIXES.get(found["type"])
-    ours = found["type"] == "value_error"  # our own message, which may have several lines
-    message = printable(found["msg"].removeprefix("Value error, "), most=4000, keep="\n" if ours else "")
-    line = f"`{where}`: {message}" if where else message
-    if found["type"] not in ("missing", "value_error"):
-        line += f", got {printable(repr(found['input']), most=80)}"
-    return f"{line}; {fix}" if fix else line
-
-
-def _unknown_fix(where: tuple[int | str, ...]) -> str:
-    """Return the fix for an unknown field: the known field with nearly the same spelling, if there is one."""
-    within = next((part for part in reversed(where[:-1]) if isinstance(part, str)), "")
-    return _near(str(where[-1]), _fields_of(within)) or "remove it; this version does not know it"
-
-
-def _near(name: str, known: set[str]) -> str:
-    """Return a question for the known name with nearly the same spelling, or an empty string."""
-    close = difflib.get_close_matches(name, sorted(known), 1, 0.7)
-    return f"did you mean `{close[0]}`?" if close else ""
-
-
-def _is_branch(part: Any) -> bool:
-    """Return whether a part of a location names a branch of a union and not a field."""
-    return isinstance(part, str) and (
-        part in kinds() or "[" in part or part in _TYPES or part.startswith("constrained-")
-    )
-
-
-_TYPES = ("int", "float", "str", "bool")
-
-
-def _documents(base: type[BaseModel] = Document) -> Iterator[type[BaseModel]]:
-    """Yield every class of documents."""
-    for document in base.__subclasses__():
-        yield document
-        yield from _documents(document)
-
-
-def _documents_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the classes of documents that a field takes."""
-    if isinstance(annotation, type) and issubclass(annotation, Document):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _documents_in(part)
-
-
-def _fields_of(within: str) -> set[str]:
-    """Return the names of the fields in a part of a location: a field, or the kind of a rule."""
-    if within in kinds():
-        return set(kinds()[within].model_fields)
-    names = set() if within else set(Policy.model_fields)
-    for document in _documents():
-        field = document.model_fields.get(within)
-        for inner in () if field is None else _documents_in(field.annotation):
-            names.update(inner.model_fields)
-    return names

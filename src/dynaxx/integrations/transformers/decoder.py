@@ -20,7 +20,7 @@ from torch import nn
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.policy import ModelFacts, Policy, resolve
-from dynaxx.policy.schema import explain_errors
+from dynaxx.policy.explaining import explain_errors
 
 
 class _Name(str):

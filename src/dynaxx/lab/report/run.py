@@ -67,7 +67,7 @@ def _digest_of(document: dict[str, Any]) -> str:
     from pydantic import ValidationError
 
     from dynaxx.policy import Policy
-    from dynaxx.policy.schema import explain_errors
+    from dynaxx.policy.explaining import explain_errors
 
     try:
         return policy_digest(Policy.model_validate(document))
