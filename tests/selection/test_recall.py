@@ -31,6 +31,12 @@ def test_all_rows_are_exact(seqlen_q, seqlen_k, causal, rule):
     torch.testing.assert_close(got.per_head, want.mean((0, 2)).float(), rtol=0, atol=1e-5)
 
 
+def test_a_batch_without_sequences_loses_nothing():
+    q, k = torch.randn(0, 70, 4, 16), torch.randn(0, 70, 2, 16)
+    found = dx.recall(q, k, dx.SlidingWindow(5).layout(70))
+    assert (found.mean, found.low, found.high, found.per_head.tolist()) == (1.0, 1.0, 1.0, [1.0] * 4)
+
+
 def test_dense_and_empty():
     q, k, _ = make_qkv(1, 300, 300, 2, 1, 16)
     dense = dx.recall(q, k, dx.Causal().layout(300, block_size=16), rows=50)

@@ -237,6 +237,7 @@ def merge_states(states: Sequence[tuple[Tensor, Tensor]]) -> SparseAttentionOutp
 
     Raises:
         ValueError: `states` is empty, or shapes differ.
+        TypeError: a tensor does not hold floats.
     """
     if not states:
         raise ValueError("`states` must contain at least one (out, lse)")
@@ -247,6 +248,8 @@ def merge_states(states: Sequence[tuple[Tensor, Tensor]]) -> SparseAttentionOutp
                 "`states` must agree in shape: out (batch, seqlen_q, q_heads, head_dim_v) and lse (batch, q_heads, "
                 f"seqlen_q), without batch if packed, got out {tuple(out.shape)} and lse {tuple(lse.shape)}"
             )
+        if not (out.is_floating_point() and lse.is_floating_point()):
+            raise TypeError(f"`states` must hold floats, got out {out.dtype} and lse {lse.dtype}")
     outs = torch.stack([out for out, _ in states])
     lses = torch.stack([lse for _, lse in states])
     nothing = (lses == -torch.inf).all(0)

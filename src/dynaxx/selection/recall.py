@@ -84,7 +84,7 @@ def recall(
             scores.masked_fill_(position > (some + seqlen_k - seqlen_q)[:, None], -torch.inf)
         share = scores.softmax(-1)
         values[a:b] = share.masked_fill_(~visible_keys(layout, some), 0.0).sum(-1).permute(2, 0, 1)
-    if not len(drawn):
+    if not values.numel():
         return Recall(1.0, 1.0, 1.0, torch.ones(heads, device=q.device, dtype=torch.float32))
     return _estimate(values.clamp(max=1.0), population)
 

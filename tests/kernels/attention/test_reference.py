@@ -37,6 +37,15 @@ def test_a_row_that_sees_nothing():
     assert (q.grad[:, :20] == 0).all()
 
 
+@pytest.mark.parametrize(
+    "dtypes", [(torch.int32, torch.float32), (torch.complex64, torch.float32), (torch.float32, torch.int64)]
+)
+def test_states_of_integers_are_refused(dtypes):
+    out, lse = torch.ones(2, 3, 4, 8, dtype=dtypes[0]), torch.zeros(2, 4, 3, dtype=dtypes[1])
+    with pytest.raises(TypeError, match="`states` must hold floats"):
+        dx.merge_states([(out, lse), (out, lse)])
+
+
 def test_merge_states_is_attention_over_all_keys():
     q, k, v = make_qkv(2, 64, 64, 4, 2, 16, dtype=torch.float64)
     near, far = dx.SlidingWindow(10), dx.Full()
