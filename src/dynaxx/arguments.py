@@ -24,6 +24,7 @@ COMPUTED = frozenset(
     (*(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
      *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 )  # fmt: skip
+META = "one on the meta device, which has no values to read"
 NESTED = "a nested tensor; pass values() of a jagged one as packed tokens, and its offsets() as cumulative lengths"
 
 
@@ -135,6 +136,8 @@ def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: d
         return None
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
+            if isinstance(value, Tensor) and value.is_meta:
+                return f"`{name}` must be a plain tensor, got {META}"
             wanted = function.__annotations__[name]
             wanted = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", wanted)
             return f"`{name}` must be {wanted}, got {described(value)}"
@@ -148,7 +151,7 @@ def _other_kind(x: Tensor, error: Exception) -> str | None:
     if not isinstance(error, RuntimeError) or "memory" in str(error):
         return None
     if x.is_meta and "meta" in str(error):
-        return "one on the meta device, which has no values to read"
+        return META
     if isinstance(error, NotImplementedError) and "not implemented for" not in str(error):  # a refusal in words
         return None
     kind = type(x)

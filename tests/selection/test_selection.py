@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import dynaxx as dx
 from dynaxx.kernels.selection.cpu import best_blocks
+from dynaxx.ops import column_sums
 from dynaxx.selection import (
     AntiDiagonal,
     MeanPool,
@@ -367,3 +368,5 @@ def test_queries_without_data_are_refused_or_computed_without_the_core():
             dx.select_blocks(queries, keys, dx.TopK(2), block_size=16)
     with pytest.raises(TypeError, match="`q` must be a plain tensor, got one on the meta device"):
         dx.select_blocks(q.to("meta"), k.to("meta"), dx.TopK(2), block_size=16)
+    with pytest.raises(TypeError, match="`q` must be a plain tensor, got one on the meta device"):
+        column_sums(q.to("meta"), k.to("meta"), dx.Causal().layout(64, block_size=16))
