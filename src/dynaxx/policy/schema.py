@@ -16,7 +16,7 @@ from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
 from dynaxx.policy.document import Document, Positive, Total
 from dynaxx.policy.drift import Drift
-from dynaxx.policy.explaining import explain_errors as explain_errors  # where others look for it
+from dynaxx.policy.explaining import explain_errors
 from dynaxx.policy.facts import Evidence, MeasuredOn, ModelFacts, Tolerances
 from dynaxx.policy.guard import Guard
 from dynaxx.policy.profile import Profile

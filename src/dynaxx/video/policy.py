@@ -13,10 +13,10 @@ from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
 from dynaxx.policy import Evidence, LayerPlan, MeasuredOn, ModelFacts, to_spec
 from dynaxx.policy.document import Document, Indices, Share, Total
+from dynaxx.policy.explaining import explain_errors
 from dynaxx.policy.files import load_document
 from dynaxx.policy.resolve import per_head, plan_of
 from dynaxx.policy.rule import BlockSize, head_values
-from dynaxx.policy.schema import explain_errors
 from dynaxx.policy.specs import AttentionRule, AttentionSpec
 from dynaxx.video.grid import Order
 
