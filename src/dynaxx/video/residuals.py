@@ -23,7 +23,7 @@ MAX_CALLS = 8  # calls of one step, as of guidance, that keep differences; bound
 
 
 class Kept(NamedTuple):
-    """What a layer keeps at a refresh."""
+    """The blocks of a refresh, and the difference that they leave."""
 
     period: tuple[float, int]  # see `VideoPolicy.period`
     layout: BlockLayout  # the blocks that the layer's rule chose, in the grid's order
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
 
 class Residuals:
-    """What one layer keeps between the steps of a run.
+    """The residuals that one layer shares between the steps of a run.
 
     Calls of a step, such as those with and without a prompt, must come in the same order at every step. A run ends with
     its last step; a step back or another number of steps is a new run.

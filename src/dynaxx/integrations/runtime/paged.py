@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import MAX_QUERIES
-from dynaxx.layout.paging import PagedCache, PageSummaries, SequenceKeys, divided_pages, places_of, rows_of
+from dynaxx.layout.paging import (
+    PagedCache,
+    PageSummaries,
+    SequenceKeys,
+    divided_pages,
+    divided_table,
+    places_of,
+    rows_of,
+)
 from dynaxx.layout.paging.in_place import MovedLayouts
 from dynaxx.layout.paging.pages import PAGE_SIZES
 from dynaxx.lazy import lazy
@@ -63,9 +71,8 @@ class Pages(NamedTuple):
     def places(self, page_table: Tensor) -> Tensor:
         """Return the page table (batch, max_pages) int32 of pages that `divided` made, from that of the whole pages."""
         assert self.whole is not None, "the pages are not divided"
-        found = rows_of(self.whole.transpose(1, 2))
-        assert found is not None, "else the pages could not be divided"
-        return places_of(page_table, self.whole.shape[2], found[1], self.page_size).clamp_(min=-1)
+        whole = self.whole.transpose(1, 2)
+        return divided_table(page_table, whole, divided_pages(whole, self.page_size)[1], self.page_size)
 
     def tokens_first(self) -> tuple[Tensor, Tensor]:
         """Return k and v as views (num_pages, page_size, kv_heads, head_dim) of the memory."""

@@ -111,6 +111,19 @@ def divided_pages(x: Tensor, page_size: int) -> tuple[Tensor, int]:
     return found[0][0].unflatten(0, (-1, page_size)), found[1]
 
 
+def divided_table(page_table: Tensor, x: Tensor, step: int, page_size: int) -> Tensor:
+    """Return the page table (batch, max_pages * parts) int32 of the view that `divided_pages` made of x.
+
+    Args:
+        page_table: (batch, max_pages) physical page of each page; pages that do not exist have no parts that do.
+        x: what was divided.
+        step: rows from one page of `x` to the next.
+        page_size: tokens of a smaller page.
+    """
+    pages = page_table.clamp(-1, len(x))  # others could wrap to parts that exist
+    return places_of(pages, x.shape[1], step, page_size).clamp_(min=-1)
+
+
 def places_of(page_table: Tensor, page_size: int, step: int, kv_block: int) -> Tensor:
     """Return (..., pages * page_size / kv_block) int32: the block of rows that holds each block of a sequence.
 

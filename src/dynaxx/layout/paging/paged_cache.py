@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.arguments import as_integer, described, typed
 from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.paging.exact_tokens import SINKS, WINDOW, ExactTokens
-from dynaxx.layout.paging.in_place import divided_pages, places_of
+from dynaxx.layout.paging.in_place import divided_pages, divided_table
 from dynaxx.layout.paging.pages import PAGE_SIZES, SCALED_DTYPES, PageStrides, page_strides, quantize_pages
 from dynaxx.layout.paging.summaries import PageSummaries
 from dynaxx.lazy import lazy
@@ -207,8 +207,7 @@ class PagedCache:
         (k, step), (v, of_values) = divided_pages(self.k, page_size), divided_pages(self.v, page_size)
         if step != of_values:
             raise ValueError("`k` and `v` must lie in memory in the same order of pages, heads and tokens")
-        pages = self.page_table.clamp(-1, len(self.k))  # others must not wrap to valid parts
-        table = places_of(pages, self.page_size, step, page_size).clamp_(min=-1)
+        table = divided_table(self.page_table, self.k, step, page_size)
         return replace(self, k=k, v=v, page_table=table, page_size=page_size, summaries=None)
 
     @lazy

@@ -139,7 +139,12 @@ def select_pages(
     """Return the selected pages, like `kernels.decode.reference`."""
     chosen, counts, scores = _empty(cache, slots)
     lists, tiles, most = scores.shape[0], -(-cache.max_pages // _tile(cache)), processors(q.device)
-    of_list = tiles if 2 * lists < most else PROGRAMS_PER_PROCESSOR * most // lists if tiles > FEW_TILES else 1
+    if 2 * lists < most:
+        of_list = tiles
+    elif tiles > FEW_TILES:
+        of_list = PROGRAMS_PER_PROCESSOR * most // lists
+    else:
+        of_list = 1
     passes = [(1, True, True)] if tiles == 1 or of_list <= 1 else [(of_list, True, False), (1, False, True)]
     for programs, score, choose in passes:
         choice = PageChoice(scores, wanted, sinks, q.shape[1] + window - 1)
