@@ -63,6 +63,14 @@ def test_rules_that_do_not_fit_are_named(rules, said):
     assert said in str(error.value)
 
 
+def test_indices_are_those_of_other_rules():
+    assert VideoRule.of(None, layers=torch.arange(2), heads=range(1)).layers == (0, 1)
+    with pytest.raises(TypeError, match=r"`layers` must be 'all' or a sequence of indices such as \[0\], got 3"):
+        VideoRule.of(None, layers=3)
+    with pytest.raises(dx.PolicyError, match="`heads`: Input should be 'all', got 'first'"):
+        VideoRule.of(None, heads="first")
+
+
 def test_rules_of_different_steps_may_cover_the_same_head():
     made = policy(VideoRule.of(POOLED, steps=(0.0, 0.5)), VideoRule.of(RadialDecay(3, 3), steps=(0.5, 1.0)))
     assert [type(made.plans(share)[0].groups[0].rule) for share in (0.49, 0.5)] == [dx.TopK, RadialDecay]

@@ -86,7 +86,7 @@ class Rule(Document):
             TypeError: the indices are not "all" or a sequence of integers.
             ValueError: the indices, the block size or the object cannot be stored in a policy.
         """
-        layers, heads = _indices("layers", layers), _indices("heads", heads)
+        layers, heads = as_indices("layers", layers), as_indices("heads", heads)
         try:
             return cls(layers=layers, heads=heads, phase=phase, attention=to_spec(attention), block_size=block_size)
         except ValidationError as error:
@@ -110,8 +110,12 @@ class Rule(Document):
         return tuple(range(layers)) if self.layers == "all" else self.layers
 
 
-def _indices(name: str, value: Any) -> Any:
-    """Return indices of any integer type as a tuple of `int`, or a string itself."""
+def as_indices(name: str, value: Any) -> Any:
+    """Return indices of any integer type as a tuple of `int`, or a string itself.
+
+    Raises:
+        TypeError: the value is neither a string nor a sequence of integers.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, Iterable):

@@ -16,7 +16,7 @@ from dynaxx.policy.document import Document, Indices, Share, Total
 from dynaxx.policy.explaining import explain_errors
 from dynaxx.policy.files import load_document
 from dynaxx.policy.resolve import per_head, plan_of
-from dynaxx.policy.rule import BlockSize, head_values
+from dynaxx.policy.rule import BlockSize, as_indices, head_values
 from dynaxx.policy.specs import AttentionRule, AttentionSpec
 from dynaxx.video.grid import Order
 
@@ -57,10 +57,15 @@ class VideoRule(Document):
         """Return a rule for a pattern, selector or hybrid; None means dense. The class documents the others.
 
         Raises:
+            TypeError: the indices are not "all" or a sequence of integers.
             ValueError: an argument cannot be stored in a policy.
         """
+        layers, heads = as_indices("layers", layers), as_indices("heads", heads)
         denser = None if refresh is None else to_spec(refresh)
-        return cls(layers=layers, heads=heads, steps=steps, attention=to_spec(attention), refresh=denser)
+        try:
+            return cls(layers=layers, heads=heads, steps=steps, attention=to_spec(attention), refresh=denser)
+        except ValidationError as error:
+            raise PolicyError(explain_errors(error)) from None
 
     @model_validator(mode="after")
     def _steps_ascend(self) -> VideoRule:
