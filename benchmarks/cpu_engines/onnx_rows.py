@@ -10,8 +10,8 @@ import torch
 from benchmarks.cpu_engines.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from torch import Tensor
 
+from dynaxx.engines.exporting import imported
 from dynaxx.engines.onnx import OnnxModel, export_onnx
-from dynaxx.engines.onnx.packages import require
 from dynaxx.policy import policy_digest
 
 
@@ -24,7 +24,8 @@ def onnx_rows(precision: Precision) -> list[EngineRow]:
 def _made(attention: Attention) -> Callable[[Given], Prefill]:
     def make(given: Given) -> Prefill:
         try:
-            require("onnx", "onnxscript", "onnx_ir", "onnxruntime")
+            for name in ("onnx", "onnxscript", "onnx_ir", "onnxruntime"):
+                imported(name, "pip install 'dynaxx[onnx]'")
         except ImportError as error:
             raise NotHereError("not installed: pip install 'dynaxx[onnx]'") from error
         exported = OnnxModel(_exported(attention, given), threads=given.threads)

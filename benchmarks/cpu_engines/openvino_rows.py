@@ -12,7 +12,7 @@ from benchmarks.cpu_engines.engines import Attention, EngineRow, Given, NotHereE
 from torch import Tensor
 
 from dynaxx.engines.openvino import OpenVinoPrompts, cpu_config, insert_policy, to_openvino
-from dynaxx.engines.openvino.packages import openvino
+from dynaxx.engines.openvino.convert import openvino
 from dynaxx.policy import Policy
 
 HINTS: dict[Precision, str] = {"fp32": "f32", "bf16": "bf16"}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.arguments import typed
+from dynaxx.engines.exporting import imported
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.policy_events import without_guard
 from dynaxx.integrations.transformers import apply, attention_layers
@@ -95,10 +96,7 @@ def apply_with_ulysses(
         raise ValueError(f"`sequence_parallel_size` must be >= 2, got {sequence_parallel_size}; else use dynaxx.apply")
     if micro_batch_size < 1:
         raise ValueError(f"`micro_batch_size` must be >= 1, got {micro_batch_size}")
-    try:
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    except ImportError as error:
-        raise ImportError(f"Ulysses needs DeepSpeed ({error}): pip install deepspeed") from error
+    ulysses = imported("deepspeed.runtime.sequence_parallel.ulysses_sp", "pip install deepspeed")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     policy = None if policy is None else without_guard(policy, "DeepSpeed's Ulysses")
@@ -112,7 +110,7 @@ def apply_with_ulysses(
         raise UnsupportedInputError(type(model).__name__, {"deepspeed": ["an encoder that is sparse by design"]})
     try:
         functions[NAME] = whole = _Whole(min(attention_layers(model)))
-        mpu = UlyssesSPAttentionHF.register_with_transformers(
+        mpu = ulysses.UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation=NAME,
             sequence_parallel_size=sequence_parallel_size,

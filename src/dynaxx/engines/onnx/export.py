@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,24 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-import dynaxx
 from dynaxx.arguments import typed
+from dynaxx.engines.exporting import FORM, LOGITS, Option, check_exportable, imported, one_of, read_options
 from dynaxx.engines.onnx.graph import OPSET, check_graph, decoder_graph, encoder_graph, save_graphs
-from dynaxx.engines.onnx.operators import (
-    attend_by_operator,
-    attend_tokens_first,
-    with_plain_operators,
-    with_plans,
-)
-from dynaxx.engines.onnx.packages import require
-from dynaxx.engines.onnx.plans import OperatorPlan, operator_plans
+from dynaxx.engines.onnx.operators import attend_by_operator, with_plain_operators, with_plans
+from dynaxx.engines.onnx.plans import operator_plans
 from dynaxx.engines.portable import PortableModel
-from dynaxx.engines.portable.manifest import MANIFEST, copy_tokenizer
-from dynaxx.engines.portable.plans import PortableRules, is_causal, portable_rules
+from dynaxx.engines.portable.manifest import copy_tokenizer, write_manifest
+from dynaxx.engines.portable.plans import is_causal, portable_rules
 from dynaxx.integrations.runtime.policy_events import without_guard
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.integrations.transformers.loading import from_folder
-from dynaxx.policy import Policy, policy_digest, resolve, save_policy
+from dynaxx.policy import Policy, resolve
 from dynaxx.storage import check_new_folder, new_folder
 
 DOMAIN, OPERATOR = "com.microsoft", "MatMulNBits"
@@ -163,97 +157,84 @@ def export_onnx(
         UnsupportedInputError: this form cannot represent the policy.
         OSError: the folder cannot be written, for example on a full disk. No files remain.
     """
-    require("onnx", "onnxscript", "onnx_ir")
+    _packages()
     check_new_folder(Path(out))
-    _check_model(model)
+    check_exportable(model)
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes - {torch.float32}:
+        raise ValueError(f"`model` must be in fp32, got {sorted(map(str, dtypes))}: call model.float()")
     policy = None if policy is None else without_guard(policy, "ONNX Runtime")
-    made = _Export.of(model, policy, form, window)
     with new_folder(Path(out)) as folder:
-        graphs = made.graphs(model, all_logits, weights)
+        form, graphs = _graphs(model, policy, form, window, all_logits, weights)
         copy_tokenizer(tokenizer, folder)
         save_graphs(graphs, folder)
         for name in graphs:
             check_graph(folder / f"{name}.onnx")
-        if policy is not None:
-            save_policy(policy, folder / "policy.json")
-        manifest = {
-            "format": "dynaxx.onnx",
-            "version": VERSION,
-            "form": made.form,
-            "opset": OPSET,
-            "graphs": list(graphs),
-            "model_type": str(Decoder.of(model).config.model_type),
-            "layers": len(Decoder.of(model).layers),
-            "causal": made.causal,
-            "all_logits": all_logits,
-            "weights": weights,
-            "sparse_from": 0 if policy is None else policy.border,
-            "policy": None if policy is None else policy_digest(policy),
-            "versions": _versions(),
-        }
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        size = sum(file.stat().st_size for file in folder.iterdir())
-    return OnnxExport(Path(out), made.form, tuple(graphs), OPSET, size)
+        size = write_manifest(
+            folder,
+            "onnx",
+            VERSION,
+            policy,
+            [torch, *_packages()],
+            form=form,
+            opset=OPSET,
+            graphs=list(graphs),
+            model_type=str(Decoder.of(model).config.model_type),
+            layers=len(Decoder.of(model).layers),
+            causal=is_causal(Decoder.of(model)),
+            all_logits=all_logits,
+            weights=weights,
+            sparse_from=0 if policy is None else policy.border,
+        )
+    return OnnxExport(Path(out), form, tuple(graphs), OPSET, size)
 
 
-class _Export(NamedTuple):
-    """Contents of the graphs."""
-
-    form: str
-    causal: bool
-    rules: dict[int, PortableRules]  # rules of the portable form
-    dense: dict[int, PortableRules]  # the same without the policy
-    plans: dict[int, OperatorPlan]  # rules of the custom form
-
-    @classmethod
-    def of(cls, model: nn.Module, policy: Policy | None, form: Form, window: int | tuple[int, int] | None) -> _Export:
-        causal = is_causal(Decoder.of(model))
-        if form == "auto":
-            dynamic = policy is not None and any(not plan.is_static for plan in resolve(policy).values())
-            form = "custom" if dynamic else "portable"
-        if form == "custom":
-            return cls(form, causal, {}, {}, operator_plans(model, policy, window))
-        return cls(form, causal, portable_rules(model, policy, window), portable_rules(model, None, window), {})
-
-    def graphs(self, model: nn.Module, all_logits: bool, weights: Weights) -> dict[str, Any]:
-        """Return the graphs by name."""
-        custom = self.form == "custom"
-        attend = attend_tokens_first if custom and not self.causal else attend_by_operator
-        traced = PortableModel(model, last_logits=not all_logits, attend=attend)
-        graph = decoder_graph(traced, traced.empty_cache()) if self.causal else encoder_graph(traced)
-        if weights == "int8":
-            with_int8_weights(graph)
-        if custom:
-            return {"model": with_plans(graph, self.plans)}
-        if not self.causal:
-            return {"model": with_plain_operators(graph, self.rules, causal=False)}
-        return {
-            "prefill": with_plain_operators(graph, self.rules, causal=True),
-            "decode": with_plain_operators(graph, self.dense, causal=True),
-        }
+def _graphs(
+    model: nn.Module,
+    policy: Policy | None,
+    form: Form,
+    window: int | tuple[int, int] | None,
+    all_logits: bool,
+    weights: Weights,
+) -> tuple[Form, dict[str, Any]]:
+    """Return the form, "auto" replaced, and the graphs by name."""
+    causal = is_causal(Decoder.of(model))
+    if form == "auto":
+        dynamic = policy is not None and any(not plan.is_static for plan in resolve(policy).values())
+        form = "custom" if dynamic else "portable"
+    custom = form == "custom"
+    plans = operator_plans(model, policy, window) if custom else {}
+    rules = {} if custom else portable_rules(model, policy, window)
+    attend = partial(attend_by_operator, tokens_first=custom and not causal)
+    traced = PortableModel(model, last_logits=not all_logits, attend=attend)
+    graph = decoder_graph(traced, traced.empty_cache()) if causal else encoder_graph(traced)
+    if weights == "int8":
+        with_int8_weights(graph)
+    if custom:
+        return form, {"model": with_plans(graph, plans)}
+    sparse = with_plain_operators(graph, rules, causal=causal)
+    if not causal:
+        return form, {"model": sparse}
+    dense = with_plain_operators(graph, portable_rules(model, None, window), causal=True)
+    return form, {"prefill": sparse, "decode": dense}
 
 
-def _check_model(model: nn.Module) -> None:
-    if model.training:
-        raise ValueError("`model` must be in eval mode, or dropout would be exported: call model.eval()")
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if dtypes - {torch.float32}:
-        raise ValueError(f"`model` must be in fp32, got {sorted(map(str, dtypes))}: call model.float()")
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    if device != "cpu":
-        raise ValueError(f"`model` must be on the CPU to be exported, got {device}: call model.cpu()")
+def _packages() -> list[Any]:
+    """Return the packages that exports need. Raises ImportError if one is not installed."""
+    return [imported(name, "pip install 'dynaxx[onnx]'") for name in ("transformers", "onnx", "onnxscript", "onnx_ir")]
 
 
-def _versions() -> dict[str, str]:
-    import onnx
-    import onnxscript
-    import transformers
-
-    packages = (torch, transformers, onnx, onnxscript)
-    return {"dynaxx": dynaxx.__version__, **{each.__name__: str(each.__version__) for each in packages}}
+def _window(text: str) -> int | tuple[int, int]:
+    left, _, right = text.partition(",")
+    return (int(left), int(right)) if right else int(left)
 
 
-OPTIONS = ("form", "logits", "weights", "window")
+OPTIONS = {
+    "form": FORM,
+    "logits": LOGITS,
+    "weights": one_of("fp32", "int8"),
+    "window": Option("W or LEFT,RIGHT", r"\d+(,\d+)?", _window),
+}
 
 
 def export_model(folder: Path, policy: Policy | None, out: Path, options: Mapping[str, str]) -> OnnxExport:
@@ -262,39 +243,11 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     Raises:
         ValueError: an option is unknown or invalid; also see `export_onnx`.
     """
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise ValueError(f"--option must be one of {', '.join(OPTIONS)}, got {unknown[0]}")
-    form, logits, weights = (options.get(*each) for each in (("form", "auto"), ("logits", "last"), ("weights", "fp32")))
-    if form not in ("auto", "portable", "custom"):
-        raise ValueError(f"--option form must be auto, portable or custom, got {form!r}")
-    if logits not in ("last", "all"):
-        raise ValueError(f"--option logits must be last or all, got {logits!r}")
-    if weights not in ("fp32", "int8"):
-        raise ValueError(f"--option weights must be fp32 or int8, got {weights!r}")
-    window = _window(options.get("window"))
-    require("onnx", "onnxscript", "onnx_ir", "transformers")
+    given = read_options(options, OPTIONS)
+    all_logits = given.pop("logits", "last") == "all"
+    _packages()
     check_new_folder(out)  # before the model is loaded
-    model = _load(folder)
-    return export_onnx(
-        model,
-        out,
-        policy,
-        form=form,  # type: ignore[arg-type]
-        window=window,
-        all_logits=logits == "all",
-        tokenizer=folder,
-        weights=weights,  # type: ignore[arg-type]
-    )
-
-
-def _window(given: str | None) -> int | tuple[int, int] | None:
-    if given is None:
-        return None
-    sides = given.split(",")
-    if not 1 <= len(sides) <= 2 or not all(side.isascii() and side.isdecimal() for side in sides):
-        raise ValueError(f"--option window must be W or LEFT,RIGHT, got {given!r}")
-    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
+    return export_onnx(_load(folder), out, policy, all_logits=all_logits, tokenizer=folder, **given)
 
 
 def _load(folder: Path) -> nn.Module:

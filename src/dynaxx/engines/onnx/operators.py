@@ -23,24 +23,20 @@ from dynaxx.engines.portable.rules import GatherRule
 DOMAIN, OPERATOR = "dynaxx", "SparseAttention"
 
 
-def attend_by_operator(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Add the operator to the traced graph without computing anything: q (B, Hq, Lq, D) -> (B, Lq, Hq, E)."""
-    shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-    inputs = (q, k, v)  # in the portable form, an encoder's mask is in the bias, from the model's own input
-    found: Tensor = torch.onnx.ops.symbolic(
-        f"{DOMAIN}::{OPERATOR}", inputs, {"layer": layer, "scale": float(scale)}, dtype=q.dtype, shape=shape, version=1
-    )
-    return found
+def attend_by_operator(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, tokens_first: bool = False
+) -> Tensor:
+    """Add the operator to the traced graph without computing anything: q (B, Hq, Lq, D) -> (B, Lq, Hq, E).
 
-
-def attend_tokens_first(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Add an encoder's operator to the traced graph: q (B, H, L, D) -> (B, L, H, E).
-
-    The operator reads q, k and v as linear layers write them, (B, L, H, D), and the mask of tokens (B, L), if given.
+    With `tokens_first`, it is that of an encoder: it reads q, k and v as linear layers write them, (B, L, H, D), and
+    the mask of tokens (B, L), if given. In the portable form, an encoder's mask is in the bias, from the model's input.
     """
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-    inputs = [x.transpose(1, 2) for x in (q, k, v)] + ([] if mask is None else [mask])
-    attributes: dict[str, Any] = {"layer": layer, "scale": float(scale), "causal": 0, "tokens_first": 1}
+    inputs = [q, k, v]
+    attributes: dict[str, Any] = {"layer": layer, "scale": float(scale)}
+    if tokens_first:
+        inputs = [x.transpose(1, 2) for x in inputs] + ([] if mask is None else [mask])
+        attributes |= {"causal": 0, "tokens_first": 1}
     found: Tensor = torch.onnx.ops.symbolic(
         f"{DOMAIN}::{OPERATOR}", inputs, attributes, dtype=q.dtype, shape=shape, version=1
     )

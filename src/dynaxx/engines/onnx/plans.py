@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from dynaxx.engines.portable.plans import MAX_REASONS, is_causal, own_window
-from dynaxx.engines.portable.rules import LONG
-from dynaxx.errors import UnsupportedInputError
+from dynaxx.engines.portable.plans import check_reasons, is_causal, own_window
+from dynaxx.engines.portable.rules import LONG, operands
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns import Pattern, SlidingWindow
@@ -21,6 +20,7 @@ from dynaxx.selection import MeanPool, MeanQuery, MinMax, Selector, TopK
 
 BLOCK = (64, 64)  # block size of the model's own windows
 WIDE_BLOCK = (128, 128)  # the same for encoders with windows of 128 keys and more: 5 % faster on AVX-512 than 64
+CUSTOM = "onnx", "with the custom op"
 SCORERS = {MeanQuery: 0, MeanPool: 1, MinMax: 2}  # as in source/layer_rules.h
 
 
@@ -75,14 +75,14 @@ def operator_plans(
                 reasons.append(f"layer {index}: {error}")
         else:
             plans[index] = OperatorPlan()
-    _refuse(decoder, reasons)
+    check_reasons(CUSTOM, decoder, reasons)
     return plans
 
 
 def _encoder_plans(
     decoder: Decoder, policy: Policy | None, window: int | tuple[int, int] | None
 ) -> dict[int, OperatorPlan]:
-    _refuse(decoder, ["a policy is for decoders: give an encoder a `window`"] if policy is not None else [])
+    check_reasons(CUSTOM, decoder, ["a policy is for decoders: give an encoder a `window`"] * (policy is not None))
     plans = {}
     for index in decoder.layers:
         own = own_window(decoder, index)
@@ -94,12 +94,6 @@ def _encoder_plans(
         wide = any(side < 0 or side >= WIDE_BLOCK[0] for side in (sides if isinstance(sides, tuple) else (sides,)))
         plans[index] = _window_plan(rule, decoder.facts.q_heads, WIDE_BLOCK if wide else BLOCK, causal=False)
     return plans
-
-
-def _refuse(decoder: Decoder, reasons: list[str]) -> None:
-    if reasons:
-        shown = reasons[:MAX_REASONS] + [f"and {len(reasons) - MAX_REASONS} more"] * (len(reasons) > MAX_REASONS)
-        raise UnsupportedInputError(f"an export of {decoder.facts.model_type} with the custom op", {"onnx": shown})
 
 
 def _window_plan(window: SlidingWindow, q_heads: int, block: tuple[int, int], *, causal: bool) -> OperatorPlan:
@@ -139,16 +133,11 @@ def _from_the_end(program: list[int], seqlen: int) -> list[int]:
     """Write first queries in the second half of a prompt as distances from its end, -n for the n-th of the last."""
     made, at = list(program), 0
     while at < len(program):
-        op = program[at]
-        lists = op in (Op.KEYS, Op.QUERIES, Op.DOCUMENTS)
-        count = program[at + 1] if lists else 0
-        if op == Op.QUERIES:
-            for first in range(at + 2, at + 2 + 2 * count, 2):
+        count = operands(program[at], program[at + 1])
+        if program[at] == Op.QUERIES:
+            for first in range(at + 2, at + 1 + count, 2):
                 made[first] -= seqlen if program[first] > seqlen // 2 else 0
-        numbers = (
-            1 + count * (1 if op == Op.DOCUMENTS else 2) if lists else 2 if op in (Op.BAND, Op.RANDOM_BLOCKS) else 1
-        )
-        at += 1 + numbers
+        at += 1 + count
     return made
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from dynaxx.arguments import typed
 from dynaxx.core import build
 from dynaxx.core.library import ISA_VARIABLE, load_core
-from dynaxx.engines.onnx.packages import runtime
+from dynaxx.engines.exporting import imported
 from dynaxx.engines.portable.greedy import Array, Step, greedy
 from dynaxx.engines.portable.manifest import read_manifest
 
@@ -44,6 +44,7 @@ def library_path() -> Path:
 
 
 VERSION = 1
+OLDEST_RUNTIME = (1, 20)
 
 # ONNX Runtime computes its fused sum and norm number by number on a CPU: 7 % of the time of an encoder of BERT-base's
 # shape. The two operators apart take 2 %.
@@ -66,7 +67,7 @@ class OnnxModel:
     @typed
     def __init__(self, folder: str | os.PathLike[str], *, threads: int | None = None) -> None:
         self.folder = Path(folder)
-        self._runtime = runtime()
+        self._runtime = imported("onnxruntime", "pip install 'dynaxx[onnx]'", OLDEST_RUNTIME)
         self.manifest = read_manifest(self.folder, "onnx", VERSION, {"form": str, "sparse_from": int})
         self._threads = threads
         self._sessions: dict[str, Any] = {}

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenVINO: convert a model, run a policy inside it, and convert a policy to OpenVINO GenAI's settings."""
 
-from typing import TYPE_CHECKING
-
-from dynaxx.lazy import load_at_first_use
-
-if TYPE_CHECKING:
-    from dynaxx.engines.openvino.cached import OpenVinoGenerator
-    from dynaxx.engines.openvino.convert import to_openvino
-    from dynaxx.engines.openvino.export import export_openvino, load_openvino
-    from dynaxx.engines.openvino.genai import GenAiSparseAttention, sparse_attention_config
-    from dynaxx.engines.openvino.insert import OpenVinoPrompts, insert_policy
-    from dynaxx.engines.openvino.running import OpenVinoHandle, cpu_config
+from dynaxx.engines.openvino.cached import OpenVinoGenerator
+from dynaxx.engines.openvino.convert import to_openvino
+from dynaxx.engines.openvino.export import export_openvino, load_openvino
+from dynaxx.engines.openvino.genai import GenAiSparseAttention, sparse_attention_config
+from dynaxx.engines.openvino.insert import OpenVinoPrompts, insert_policy
+from dynaxx.engines.openvino.running import OpenVinoHandle, cpu_config
 
 __all__ = [
     "GenAiSparseAttention",
@@ -25,15 +20,3 @@ __all__ = [
     "sparse_attention_config",
     "to_openvino",
 ]
-
-__getattr__ = load_at_first_use(
-    __name__,
-    {
-        "cached": ("OpenVinoGenerator",),
-        "convert": ("to_openvino",),
-        "export": ("export_openvino", "load_openvino"),
-        "genai": ("GenAiSparseAttention", "sparse_attention_config"),
-        "insert": ("OpenVinoPrompts", "insert_policy"),
-        "running": ("OpenVinoHandle", "cpu_config"),
-    },
-)

@@ -7,7 +7,6 @@ custom     the dense model and the policy beside it: `load_openvino` puts dynaxx
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,24 +15,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-import dynaxx
 from dynaxx.arguments import typed
-from dynaxx.engines.openvino.convert import Prompts, convert_prefill, to_openvino
+from dynaxx.engines.exporting import FORM, LOGITS, Option, read_options
+from dynaxx.engines.openvino.convert import Prompts, convert_prefill, openvino, to_openvino
 from dynaxx.engines.openvino.insert import insert_policy
-from dynaxx.engines.openvino.packages import openvino
 from dynaxx.engines.openvino.running import OpenVinoHandle
 from dynaxx.engines.portable import PortableModel
 from dynaxx.engines.portable.attention import CHUNK
-from dynaxx.engines.portable.manifest import MANIFEST, copy_tokenizer, read_manifest
+from dynaxx.engines.portable.manifest import copy_tokenizer, read_manifest, write_manifest
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.loading import from_folder
-from dynaxx.policy import Policy, load_policy, policy_digest, save_policy
+from dynaxx.policy import Policy, load_policy
 from dynaxx.storage import check_new_folder, new_folder
 
 Form = Literal["auto", "portable", "custom"]
 MODEL = "openvino_model.xml"
 VERSION = 1
-OPTIONS = ("cache", "form", "logits")
+OPTIONS = {"cache": Option("yes or no", "yes|no", lambda text: text == "yes"), "form": FORM, "logits": LOGITS}
 
 
 class OpenVinoExport(NamedTuple):
@@ -100,18 +98,7 @@ def export_openvino(
     with new_folder(target) as folder:
         copy_tokenizer(tokenizer, folder)
         ov.save_model(converted, folder / MODEL, compress_to_fp16=False)
-        if policy is not None:
-            save_policy(policy, folder / "policy.json")
-        manifest = {
-            "format": "dynaxx.openvino",
-            "version": VERSION,
-            "form": chosen,
-            "cache": cache,
-            "policy": None if policy is None else policy_digest(policy),
-            "versions": {"dynaxx": dynaxx.__version__, "torch": torch.__version__, "openvino": ov.__version__},
-        }
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        size = sum(file.stat().st_size for file in folder.iterdir())
+        size = write_manifest(folder, "openvino", VERSION, policy, [torch, ov], form=chosen, cache=cache)
     return OpenVinoExport(target, chosen, size)
 
 
@@ -148,28 +135,12 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     """
     from transformers import AutoModelForCausalLM
 
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise ValueError(f"--option {unknown[0]} is not one of {', '.join(OPTIONS)}")
-    form, logits, cache = options.get("form", "auto"), options.get("logits", "last"), options.get("cache", "no")
-    if form not in ("auto", "portable", "custom"):
-        raise ValueError(f"--option form must be auto, portable or custom, got {form!r}")
-    if logits not in ("last", "all"):
-        raise ValueError(f"--option logits must be last or all, got {logits!r}")
-    if cache not in ("no", "yes"):
-        raise ValueError(f"--option cache must be yes or no, got {cache!r}")
+    given = read_options(options, OPTIONS)
+    all_logits = given.pop("logits", "last") == "all"
     openvino()
     check_new_folder(out)  # before the model is loaded
     model = from_folder(AutoModelForCausalLM, folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    return export_openvino(
-        model,
-        out,
-        policy,
-        form=form,  # type: ignore[arg-type]
-        all_logits=logits == "all",
-        cache=cache == "yes",
-        tokenizer=folder,
-    )
+    return export_openvino(model, out, policy, all_logits=all_logits, tokenizer=folder, **given)
 
 
 def _converted(model: nn.Module, policy: Policy | None, form: Form, all_logits: bool, cache: bool) -> tuple[Any, str]:

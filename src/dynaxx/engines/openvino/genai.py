@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from dynaxx.arguments import typed
-from dynaxx.engines.openvino.packages import openvino_genai
+from dynaxx.engines.exporting import imported
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import as_block_size
 from dynaxx.patterns import GlobalTokens, LastQueries, Pattern, SlidingWindow, Union
@@ -56,7 +56,7 @@ class GenAiSparseAttention(NamedTuple):
         Raises:
             ImportError: openvino-genai is not installed.
         """
-        genai = openvino_genai()
+        genai = imported("openvino_genai", "pip install openvino-genai")
         fields = {**self._asdict(), "mode": getattr(genai.SparseAttentionMode, self.mode)}
         return genai.SparseAttentionConfig(**fields)
 

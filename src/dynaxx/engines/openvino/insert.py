@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.engines.openvino.cached import CAUSAL
-from dynaxx.engines.openvino.packages import openvino
+from dynaxx.engines.openvino.convert import CAUSAL, openvino
 from dynaxx.engines.openvino.running import OpenVinoHandle, cpu_config
 from dynaxx.errors import PolicyError, UnsupportedInputError
 from dynaxx.integrations.runtime.policy_events import without_guard

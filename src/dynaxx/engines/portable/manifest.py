@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import dynaxx
+from dynaxx.policy import Policy, policy_digest, save_policy
 from dynaxx.printable import printable
 from dynaxx.storage import parse_json, read_regular_file
 
@@ -48,6 +51,28 @@ def read_manifest(folder: Path, engine: str, version: int, fields: Mapping[str, 
                 f"so upgrade dynaxx, or {again}"
             )
     return found
+
+
+def write_manifest(
+    folder: Path, engine: str, version: int, policy: Policy | None, packages: Sequence[Any], **fields: Any
+) -> int:
+    """Write the manifest of an export, and its policy if it has one; return the bytes of all files in the folder.
+
+    Args:
+        folder: the folder with the other files.
+        engine: as in `read_manifest`.
+        version: version of the manifest.
+        policy: the policy.
+        packages: modules whose versions matter.
+        **fields: further fields.
+    """
+    if policy is not None:
+        save_policy(policy, folder / "policy.json")
+    document = {"format": f"dynaxx.{engine}", "version": version, **fields}
+    document["policy"] = None if policy is None else policy_digest(policy)
+    document["versions"] = {each.__name__: str(each.__version__) for each in (dynaxx, *packages)}
+    (folder / MANIFEST).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 # Names in Hugging Face's format. `config.json` tells AutoTokenizer the class, `generation_config.json` the end tokens.

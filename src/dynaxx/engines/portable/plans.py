@@ -69,10 +69,15 @@ def portable_rules(
         else:
             rule = None if side is None else GatherRule.of(side, BLOCK, causal=causal)
             rules[index] = PortableRules((Heads(heads, rule),))
+    check_reasons(("portable", "in plain operations"), decoder, reasons)
+    return rules
+
+
+def check_reasons(form: tuple[str, str], decoder: Decoder, reasons: list[str]) -> None:
+    """Raise UnsupportedInputError with the first reasons why a form, given with how it exports, has none of a model."""
     if reasons:
         shown = reasons[:MAX_REASONS] + [f"and {len(reasons) - MAX_REASONS} more"] * (len(reasons) > MAX_REASONS)
-        raise UnsupportedInputError(f"an export of {decoder.facts.model_type} in plain operations", {"portable": shown})
-    return rules
+        raise UnsupportedInputError(f"an export of {decoder.facts.model_type} {form[1]}", {form[0]: shown})
 
 
 def portable_refusals(model: nn.Module, policy: Policy | None = None) -> list[str]:

@@ -88,19 +88,24 @@ class GatherRule:
         return _visible(self.node, q_pos, k_pos, offset, self.block_size)
 
 
+def operands(op: int, first: int) -> int:
+    """Return the number of operands of an operation whose first one is given."""
+    return {
+        Op.BAND: 2,
+        Op.RANDOM_BLOCKS: 2,
+        Op.KEYS: 1 + 2 * first,
+        Op.QUERIES: 1 + 2 * first,
+        Op.DOCUMENTS: 1 + first,
+    }.get(Op(op), 1)
+
+
 def parse(numbers: list[int]) -> Node:
     """Return the tree that a program describes."""
     stack: list[Node] = []
     at = 0
     while at < len(numbers):
         op, first = Op(numbers[at]), numbers[at + 1]
-        count = {
-            Op.BAND: 2,
-            Op.RANDOM_BLOCKS: 2,
-            Op.KEYS: 1 + 2 * first,
-            Op.QUERIES: 1 + 2 * first,
-            Op.DOCUMENTS: 1 + first,
-        }.get(op, 1)
+        count = operands(op, first)
         own = tuple(numbers[at + 1 : at + 1 + count])
         if op in (Op.ANY, Op.ALL):
             parts = tuple(stack[-first:])

@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT: engines of TensorRT for RTX from an export to ONNX, and plugins for networks of full TensorRT."""
 
-from typing import TYPE_CHECKING
+from dynaxx.engines.tensorrt.engines import EngineSettings, build_engines
+from dynaxx.engines.tensorrt.plugin import add_policy_attention, add_sparse_attention, register_plugins
+from dynaxx.engines.tensorrt.plugin_policy import LAYOUT_INPUTS, layout_tensors
 
-from dynaxx.lazy import load_at_first_use
-
-if TYPE_CHECKING:
-    from dynaxx.engines.tensorrt.engines import EngineSettings, build_engines
-    from dynaxx.engines.tensorrt.plugin import add_policy_attention, add_sparse_attention, register_plugins
-    from dynaxx.engines.tensorrt.plugin_policy import LAYOUT_INPUTS, layout_tensors
-
-ENGINES = ("EngineSettings", "build_engines")
-PLUGINS = ("add_policy_attention", "add_sparse_attention", "register_plugins")
-LAYOUTS = ("LAYOUT_INPUTS", "layout_tensors")
 __all__ = [
     "LAYOUT_INPUTS",
     "EngineSettings",
@@ -22,5 +14,3 @@ __all__ = [
     "layout_tensors",
     "register_plugins",
 ]
-
-__getattr__ = load_at_first_use(__name__, {"engines": ENGINES, "plugin": PLUGINS, "plugin_policy": LAYOUTS})

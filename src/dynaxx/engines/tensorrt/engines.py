@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dynaxx.arguments import typed
+from dynaxx.engines.exporting import NUMBER, Option, imported, read_options
 from dynaxx.engines.portable.manifest import MANIFEST, copy_tokenizer, read_manifest
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.policy import Policy
 from dynaxx.storage import check_new_folder, new_folder
 
+INSTALL = "pip install --no-deps tensorrt-rtx-cu13-bindings tensorrt-rtx-cu13-libs"
 CARDS = {"7.5": "SM75", "8.0": "SM80", "8.6": "SM86", "8.9": "SM89", "12.0": "SM120", "12.1": "SM121"}
 
 
@@ -77,7 +77,7 @@ def build_engines(
     settings, source, target = settings or EngineSettings(), Path(onnx), Path(out)
     manifest = _manifest(source)
     check_new_folder(target)
-    trt = _bindings()
+    trt = imported("tensorrt_rtx_bindings", INSTALL)  # loads the libraries of tensorrt_rtx_libs
     with new_folder(target) as unfinished:
         copy_tokenizer(source if (source / "config.json").exists() else None, unfinished)
         sizes = {}
@@ -101,19 +101,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if manifest["form"] != "portable" or not manifest.get("causal"):
         raise ValueError(f"{folder} must hold the portable form of a decoder: export it with --option form=portable")
     return manifest
-
-
-def _bindings() -> ModuleType:
-    """Return the bindings; their libraries have a package of their own."""
-    try:
-        import tensorrt_rtx_bindings  # loads the libraries of tensorrt_rtx_libs
-    except ImportError as error:
-        raise ImportError(
-            f"TensorRT for RTX is not installed ({error}): "
-            "pip install --no-deps tensorrt-rtx-cu13-bindings tensorrt-rtx-cu13-libs"
-        ) from error
-    found: ModuleType = tensorrt_rtx_bindings
-    return found
 
 
 def _build(trt: Any, graph: Path, settings: EngineSettings, *, decodes: bool) -> bytes:
@@ -168,7 +155,10 @@ def _log_of(trt: Any) -> Any:
     return Log()
 
 
-NUMBERS = ("max_batch", "max_prompt", "max_cache")
+OPTIONS = {
+    "compute_capability": Option("cards", ".*", lambda text: tuple(text.split(","))),
+    **dict.fromkeys(("max_batch", "max_prompt", "max_cache"), NUMBER),
+}
 
 
 def export_model(folder: Path, policy: Policy | None, out: Path, options: Mapping[str, str]) -> dict[str, Any]:
@@ -179,18 +169,7 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     """
     from dynaxx.engines.onnx.export import export_model as export_onnx_model
 
-    unknown = sorted(set(options) - {"compute_capability", *NUMBERS})
-    if unknown:
-        raise ValueError(f"--option {unknown[0]} is not one of {', '.join(('compute_capability', *NUMBERS))}")
-    given: dict[str, Any] = {}
-    for name, text in options.items():
-        if name == "compute_capability":
-            given[name] = tuple(text.split(","))
-        elif re.fullmatch(r"\d{1,9}", text, flags=re.ASCII):
-            given[name] = int(text)
-        else:
-            raise ValueError(f"--option {name} must be a number, got {text!r}")
-    settings = EngineSettings(**given)
+    settings = EngineSettings(**read_options(options, OPTIONS))
     with tempfile.TemporaryDirectory() as temporary:
         graphs = Path(temporary) / "onnx"
         export_onnx_model(folder, policy, graphs, {"form": "portable"})

@@ -15,11 +15,12 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from dynaxx.engines.exporting import NUMBER, TEXT, Option, read_options
 from dynaxx.policy import Policy, save_policy
 from dynaxx.storage import new_folder
 
@@ -72,6 +73,12 @@ sys.path[:0] = [folder for folder in os.environ.get("DYNAXX_PYTHONPATH", "").spl
 from dynaxx.engines.triton_server.python_model import TritonPythonModel  # noqa: E402, F401
 '''
 
+OPTIONS = {
+    "name": TEXT,
+    "stream": Option("true or false", "(?i)true|false", lambda text: text.lower() == "true"),
+    **dict.fromkeys(("max_batch_size", "max_batch_tokens", "queue_delay"), NUMBER),
+    "dtype": TEXT,
+}  # of `RepositorySettings`
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -146,23 +153,7 @@ def export_model(model: Path, policy: Policy | None, out: Path, options: Mapping
     Raises:
         ValueError: an option does not exist or has an invalid value; also see `write_repository`.
     """
-    known = {field.name: str(field.type) for field in fields(RepositorySettings)}
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(f"--option of triton must be one of {', '.join(known)}, got {', '.join(unknown)}")
-    given = {name: _value(name, known[name], text) for name, text in options.items()}
-    return write_repository(model, policy, out, RepositorySettings(**given))
-
-
-def _value(name: str, kind: str, text: str) -> Any:
-    if kind == "bool" and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if kind == "int" and re.fullmatch(r"\d{1,12}", text, flags=re.ASCII):
-        return int(text)
-    if kind == "str":
-        return text
-    wanted = {"bool": "true or false", "int": "a number"}[kind]
-    raise ValueError(f"--option {name} must be {wanted}, got {text!r}")
+    return write_repository(model, policy, out, RepositorySettings(**read_options(options, OPTIONS)))
 
 
 def _fill(folder: Path, source: Path, policy: Policy | None, settings: RepositorySettings) -> None:
