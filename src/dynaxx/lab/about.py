@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dynaxx.lab.resume import fingerprint
-
-if TYPE_CHECKING:
-    from dynaxx.policy import Policy
+from dynaxx.policy import Policy
 
 NOT_RUN = {"evidence", "measured_on", "reference", "guard", "rollout"}  # fields that do not change what a policy does
 

@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
-if TYPE_CHECKING:
-    from dynaxx.lab.time_budget import TimeBudget
+from dynaxx.lab.time_budget import TimeBudget
 
 
 class Task(Protocol):

@@ -15,6 +15,7 @@ from dynaxx.lab.kinds import KINDS, prose_text, text_of
 from dynaxx.storage import read_regular_file
 
 MAX_BYTES = 256 * 1024 * 1024
+pydoc_text = prose_text  # the text that the tools take by default
 SHORTEST = 64  # tokens; shorter stretches tell nothing
 SECTION_CHARS = 65_536  # about 16k tokens of English, so that a section contains a whole long context
 
@@ -42,7 +43,7 @@ def load_text(source: str | Path, say: Callable[[str], object] = lambda line: No
     if str(source) == "-":
         text = plain_text(_standard_input(), "standard input", say)
     elif str(source) == "pydoc":
-        text = pydoc_text()
+        text = prose_text()
     elif str(source) in KINDS:
         text = text_of(str(source))
     else:
@@ -71,11 +72,6 @@ def _standard_input() -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"text from '-' must be UTF-8: {error}") from None
-
-
-def pydoc_text() -> str:
-    """Return the topics of Python's `help()`, in order."""
-    return prose_text()
 
 
 def split_text(text: str, *, section_chars: int = SECTION_CHARS) -> TextSplit:
@@ -131,6 +127,12 @@ def with_start(ids: Tensor, start: Sequence[int]) -> Tensor:
     return ids
 
 
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text of any length, without special tokens."""
+    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return found
+
+
 def encode(
     tokenizer: Any,
     text: str,
@@ -149,7 +151,7 @@ def encode(
     Raises:
         ValueError: the text is too short; the message names it by `part` and gives its length.
     """
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = ids_of(tokenizer, text)
     if len(ids) < skip + tokens:
         need, fix = f"{skip + tokens:,} tokens", "give more text or fewer tokens"
         if stretches:

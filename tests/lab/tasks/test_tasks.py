@@ -16,7 +16,7 @@ from dynaxx.lab.tasks.graphs import parents, two_steps
 from dynaxx.lab.tasks.haystack import NOISE, Haystack, different
 from dynaxx.lab.tasks.needles import NEEDLE_TASKS
 from dynaxx.lab.tasks.result import Interval, interval_of, judged, share_of
-from dynaxx.lab.tasks.run import DenseAnswers, SuitePlan, run_suite
+from dynaxx.lab.tasks.run import SuitePlan, run_suite
 from dynaxx.lab.tasks.score import answer_task, closed_book, grade, other_answers
 from dynaxx.lab.tasks.suite import DEFINITIONS, RULER, SUITES, make_task, named_tasks
 from dynaxx.lab.texts import pydoc_text
@@ -300,10 +300,8 @@ def test_wrong_answers_are_scored_after_the_same_prompt(model):
 @pytest.mark.slow
 def test_a_suite_compares_a_model_with_itself(model):
     plan = SuitePlan(("niah_single_1", "vt", "niah_multivalue"), (1000, 2200), samples=2)
-    dense, said = DenseAnswers(), []
-    found = run_suite(
-        model, Letters(), contextlib.nullcontext, pydoc_text(), plan, dense=dense, say=lambda *x: said.append(x)
-    )
+    said = []
+    found = run_suite(model, Letters(), contextlib.nullcontext, pydoc_text(), plan, say=lambda *x: said.append(x))
     assert sum(share for share, _ in said) == pytest.approx(1)
     assert [(row.task, row.tokens) for row in found.rows] == [
         ("niah_single_1", 1000), ("niah_multivalue", 1000), ("niah_single_1", 2200), ("vt", 2200),
@@ -312,10 +310,6 @@ def test_a_suite_compares_a_model_with_itself(model):
     assert found.skipped[0].startswith("task vt needs prompts of")
     assert all(row.drop.mean == 0 and row.verdict == "not informative" for row in found.rows), "it knows nothing"
     assert found.passed
-    assert len(dense.found) == 10
-    before = dict(dense.found)
-    run_suite(model, Letters(), contextlib.nullcontext, pydoc_text(), plan, dense=dense)
-    assert dense.found == before
     document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert document["rows"][0]["drop"]["mean"] == 0
     assert "5 rows: 5 not informative" in found.summary()

@@ -197,7 +197,7 @@ def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monke
         handle.wait()
         assert handle.statistics() is not None
         assert handle.drift() == []
-    monkeypatch.setattr(retune_module, "record", lambda *_, **__: pytest.fail("recorded twice"))
+    monkeypatch.setattr(search_module, "record", lambda *_, **__: pytest.fail("recorded twice"))
     assert run().policy.reference == policy.reference
     assert run(time_budget=1e-6).policy.reference == policy.reference, "what is stored takes no time"
     without = run(reference=False)

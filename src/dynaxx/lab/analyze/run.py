@@ -24,7 +24,7 @@ from dynaxx.lab.analyze.capture import LayerAttention, visit_attention
 from dynaxx.lab.analyze.recommendation import BUDGETS, LINES, Candidate, candidates, recommend
 from dynaxx.lab.analyze.result import AnalysisResult, HeadAnalysis, MassByDistance, Recommendation, RuleAtBudgets
 from dynaxx.lab.progress import Progress, SilentProgress, Task
-from dynaxx.lab.texts import check_tokens
+from dynaxx.lab.texts import check_tokens, ids_of, start_of
 from dynaxx.layout import as_block_size
 from dynaxx.selection import select_blocks
 
@@ -109,8 +109,7 @@ def _chosen(name: str, wanted: Sequence[int] | None, count: int) -> tuple[int, .
 
 def _sample(tokenizer: Any, text: str, tokens: int, seed: int) -> tuple[Tensor, int]:
     """Return consecutive tokens from a place that `seed` chooses, after the special tokens that the model expects."""
-    special: list[int] = tokenizer("")["input_ids"]
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    special, ids = start_of(tokenizer), ids_of(tokenizer, text)
     spare = len(ids) - (tokens - len(special))
     if spare < 0:
         raise ValueError(f"text must have at least {tokens:,} tokens, got {len(ids):,}; give more text or fewer tokens")

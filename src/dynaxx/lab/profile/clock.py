@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynaxx.integrations.transformers.calls.dense_fallback import attention_of
 from dynaxx.lab.perplexity import routed
 
 ATTENTION_NAME = "dynaxx_profile"  # name in transformers' AttentionInterface while the clock runs
@@ -114,8 +115,6 @@ def _timed_core(model: Any, clock: PartClock) -> Iterator[None]:
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from dynaxx.integrations.transformers.calls.dense_fallback import attention_of
 
     used = model.config._attn_implementation
     if used != "eager" and used not in ALL_ATTENTION_FUNCTIONS.valid_keys():

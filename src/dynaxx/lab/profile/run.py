@@ -30,7 +30,7 @@ from dynaxx.lab.profile.clock import PartClock, find_parts, instrumented
 from dynaxx.lab.profile.result import Decode, LengthProfile, ProfileResult, Seconds
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.resume import Steps, fingerprint
-from dynaxx.lab.texts import encode
+from dynaxx.lab.texts import encode, ids_of
 from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.decode_speed import NO_PLANS
 from dynaxx.storage import temporary_folder
@@ -218,7 +218,7 @@ def _linear_weights(model: nn.Module) -> int:
 
 def _prompt(tokenizer: Any, text: str, tokens: int) -> Tensor:
     """Return a prompt of this many tokens. A short text is repeated, which does not change the times."""
-    have = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    have = len(ids_of(tokenizer, text))
     return encode(tokenizer, text * (2 * tokens // max(1, have) + 1), tokens)
 
 

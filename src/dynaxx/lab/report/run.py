@@ -22,6 +22,8 @@ from dynaxx.lab.about import differing, policy_digest
 from dynaxx.lab.files import read_json, write_text
 from dynaxx.lab.report import sections as parts
 from dynaxx.lab.report.verdict import Verdict, change, duration, percent, times, verdict
+from dynaxx.policy import Policy
+from dynaxx.policy.explaining import explain_errors
 from dynaxx.printable import printable
 
 SAME = {
@@ -65,9 +67,6 @@ def mismatches(documents: dict[str, Any]) -> dict[str, str]:
 def _digest_of(document: dict[str, Any]) -> str:
     """Return the digest of a policy. Raises ValueError if it is none."""
     from pydantic import ValidationError
-
-    from dynaxx.policy import Policy
-    from dynaxx.policy.explaining import explain_errors
 
     try:
         return policy_digest(Policy.model_validate(document))

@@ -12,6 +12,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from dynaxx.patterns import Causal, Full, Pattern
+from dynaxx.policy import Policy
+from dynaxx.policy.specs import parts
+
 CHAR = 7.2  # mean width of a character at 12 px, in wide fonts such as DejaVu Sans
 BOLD = 8.6  # the same in bold
 
@@ -118,10 +122,6 @@ def pattern_pictures(document: dict[str, Any]) -> list[dict[str, str]]:
         For each picture its caption and a PNG as a data URI. Empty without matplotlib, or if the document is no policy
         of this version.
     """
-    from dynaxx.patterns import Causal, Full, Pattern
-    from dynaxx.policy import Policy
-    from dynaxx.policy.specs import parts
-
     try:
         policy = Policy.model_validate(document)
     except ValueError:

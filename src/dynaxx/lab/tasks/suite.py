@@ -18,7 +18,7 @@ from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.needles import NEEDLE_TASKS
 from dynaxx.lab.tasks.questions import QUESTION_TASKS
 from dynaxx.lab.tasks.rounds import ROUND_TASKS
-from dynaxx.lab.texts import start_of
+from dynaxx.lab.texts import ids_of, start_of
 
 RULER = (*NEEDLE_TASKS, *TRACKING_TASKS, *COUNTING_TASKS, *QUESTION_TASKS)
 MORE = (*ROUND_TASKS, *GRAPH_TASKS)
@@ -82,18 +82,18 @@ def make_task(
 
     def made(size: int) -> tuple[Example, int]:
         example = definition.make(random.Random(f"{seed} {task} {tokens} {index}"), haystack, size, tokens)
-        return example, len(begin) + len(_ids(tokenizer, example.prompt)) + len(
-            _ids(tokenizer, "".join(example.pieces))
+        return example, len(begin) + len(ids_of(tokenizer, example.prompt)) + len(
+            ids_of(tokenizer, "".join(example.pieces))
         ) + SPARE
 
     example = _longest(definition, made, tokens)
-    pieces = [_ids(tokenizer, piece) for piece in example.pieces]
+    pieces = [ids_of(tokenizer, piece) for piece in example.pieces]
     ends = tuple(sum(map(len, pieces[: i + 1])) for i in range(len(pieces)))
     return TaskSample(
         task=task,
         tokens=tokens,
-        prompt=torch.tensor([begin + _ids(tokenizer, example.prompt)], dtype=torch.int64, device="cpu"),
-        question=torch.tensor([begin + _ids(tokenizer, example.question)], dtype=torch.int64, device="cpu"),
+        prompt=torch.tensor([begin + ids_of(tokenizer, example.prompt)], dtype=torch.int64, device="cpu"),
+        question=torch.tensor([begin + ids_of(tokenizer, example.question)], dtype=torch.int64, device="cpu"),
         answer=torch.tensor([each for piece in pieces for each in piece], dtype=torch.int64, device="cpu"),
         ends=ends,
         answers=example.answers,
@@ -122,8 +122,3 @@ def _longest(definition: TaskDefinition, made: Callable[[int], tuple[Example, in
         else:
             example, low, low_tokens = tried, size, count
     return example
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids

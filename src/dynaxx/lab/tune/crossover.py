@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ from torch import Tensor
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.time_budget import Clock, TimeBudget
 from dynaxx.ops import sparse_attention
-from dynaxx.policy import LayerPlan, resolve
-
-if TYPE_CHECKING:
-    from dynaxx.policy import Policy
+from dynaxx.policy import LayerPlan, Policy, resolve
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GPU_LENGTHS = (*LENGTHS, 16384, 32768)  # dense attention is fast up to longer lengths

@@ -13,13 +13,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import cross_entropy
 
+from dynaxx.integrations.transformers.apply_policy import apply, model_facts
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.perplexity import logits_of
 from dynaxx.lab.resume import fingerprint
@@ -29,11 +30,10 @@ from dynaxx.lab.tune.page_costs import SHARES as PAGE_SHARES
 from dynaxx.lab.tune.page_costs import measure_page_costs, shares_of
 from dynaxx.lab.tune.sensitivity import HeadCosts
 from dynaxx.patterns import Pattern, Sink, SlidingWindow
+from dynaxx.policy import Policy, Rule
+from dynaxx.policy.rule import as_page_size
 from dynaxx.selection import Hybrid, MinMax, TopK
 from dynaxx.selection.pages import PageBudget
-
-if TYPE_CHECKING:
-    from dynaxx.policy import Policy, Rule
 
 SHARES = (0.5, 0.25, 0.125, 0.0625, 0.03125)  # mean shares of the pages, tried in this order
 STEPS = 256  # tokens decoded at the end of each text
@@ -77,8 +77,6 @@ class DecodeResult:
 
 def check_decode(model: Any, with_decode: bool, cuda_graph: bool, page_size: int | None) -> None:
     """Raise ValueError if a setting of decode rules is out of range, or given without decode rules or without a GPU."""
-    from dynaxx.policy.rule import as_page_size
-
     if page_size is not None:
         if not with_decode:
             raise ValueError("`page_size` needs decode rules; pass --decode as well")
@@ -110,8 +108,6 @@ def decode_rules(shares: Sequence[Sequence[float]], layers: Sequence[int], group
         group: q heads per kv head.
         page_size: tokens per page.
     """
-    from dynaxx.policy import Rule
-
     alike: dict[tuple[float, ...], list[int]] = {}
     for layer, row in zip(layers, shares, strict=True):
         alike.setdefault(tuple(row), []).append(layer)
@@ -152,9 +148,6 @@ def tune_decode(
         has_time: a function that is called before each share except the first; if it returns False, smaller shares are
             not tried.
     """
-    from dynaxx.integrations.transformers.apply_policy import model_facts
-    from dynaxx.policy import Policy
-
     facts = model_facts(model)
     group = facts.q_heads // facts.kv_heads
     steps = min(STEPS, min(ids.shape[1] for ids in texts) // 4)
@@ -306,8 +299,6 @@ def _read(model: Any, ids: Tensor) -> Any:
 @torch.no_grad()
 def _decoded(model: Any, cache: Any, ids: Tensor, policy: Policy | None) -> Tensor:
     """Return the (batch * (tokens - 1),) loss of each next token, decoded one by one from a copy of the cache."""
-    from dynaxx.integrations.transformers.apply_policy import apply
-
     cache, found, ids = copy.deepcopy(cache), [], ids.to(model.device)
     handle = apply(model, policy) if policy is not None else None
     try:

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.tune.crossover import HYSTERESIS
 from dynaxx.lab.tune.decode import DecodeResult, decode_rules
-
-if TYPE_CHECKING:
-    from dynaxx.lab.tune.result import TuneResult
+from dynaxx.lab.tune.result import TuneResult
+from dynaxx.policy import Evidence, MeasuredOn
 
 RATIO_ON = "perplexity_ratio on "  # and a kind of text: name of a figure in the evidence
 
@@ -23,8 +21,6 @@ def with_evidence(result: TuneResult, border: int, device: str, dtype: str, long
     `longest`, the model's context; prompts of the length that was tuned on run sparse. `border` is the shortest length
     from which the policy is faster, 0 if there is none.
     """
-    from dynaxx.policy import Evidence, MeasuredOn
-
     machine = machine_facts()
     runs_sparse = result.verdict == "sparse"
     start = min(int(border * HYSTERESIS), longest, max(border, result.tokens))
@@ -64,8 +60,6 @@ def with_evidence(result: TuneResult, border: int, device: str, dtype: str, long
 
 def with_decode_rules(result: TuneResult, found: DecodeResult, page_size: int, command: str) -> TuneResult:
     """Return the result with the decoding measurements, and with decode rules if they keep perplexity and save time."""
-    from dynaxx.policy import Evidence
-
     policy = result.policy
     if found.share is not None and found.dense_below is not None:
         best = next(trial for trial in found.trials if trial.share == found.share)

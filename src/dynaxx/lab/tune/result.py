@@ -7,16 +7,13 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dynaxx.lab.about import policy_digest
 from dynaxx.lab.files import write_json
 from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.decode import DecodeResult
-
-if TYPE_CHECKING:
-    from dynaxx.policy import Policy
-
+from dynaxx.policy import Policy, save_policy
 
 Ended = Literal["done", "time", "interrupted"]  # how a search ended
 Verdict = Literal["sparse", "dense", "undecided"]  # what it found out
@@ -161,8 +158,6 @@ class TuneResult:
 
     def write(self, out: Path) -> TuneResult:
         """Write `policy.json` and `tuning.json` to a folder, each by one rename."""
-        from dynaxx.policy import save_policy
-
         out.mkdir(parents=True, exist_ok=True)
         save_policy(self.policy, out / "policy.json")
         write_json(out / "tuning.json", self.to_dict())

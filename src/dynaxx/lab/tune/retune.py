@@ -8,19 +8,18 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from dynaxx.integrations.transformers.apply_policy import apply
+from dynaxx.lab.models import LoadedModel
 from dynaxx.lab.perplexity import evaluating
 from dynaxx.lab.progress import Progress, SilentProgress
-from dynaxx.lab.texts import start_of, with_start
+from dynaxx.lab.texts import ids_of, start_of, with_start
 from dynaxx.policy import Guard, Policy, Profile
 from dynaxx.policy.diff import PolicyDiff, diff
 from dynaxx.policy.renew import HeadRenewal, renew
-
-if TYPE_CHECKING:
-    from dynaxx.lab.models import LoadedModel
 
 REQUESTS = 96  # prompts of a new recording, enough for windows of 64 calls
 MIN_REQUESTS = 32  # smallest number of prompts in a recording
@@ -149,10 +148,8 @@ def record(
         ValueError: the time limit allows fewer than `MIN_REQUESTS` prompts, the text is too short, or the policy is
             dense at these lengths or everywhere.
     """
-    from dynaxx.integrations.transformers.apply_policy import apply
-
     model, tokenizer = loaded
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = ids_of(tokenizer, text)
     begin = start_of(tokenizer)
     border = policy.border
     limit = min(len(ids), getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(ids))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +32,9 @@ from dynaxx.lab.tune.finding import SEARCH_STEPS, UNIFORM_STEPS, Finding
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.outcome import Outcome, decide
 from dynaxx.lab.tune.result import Ended, TuneResult
+from dynaxx.lab.tune.retune import MIN_REQUESTS, record
 from dynaxx.layout import as_block_size
-from dynaxx.policy import rules_digest
-
-if TYPE_CHECKING:
-    from dynaxx.policy import Policy, Profile
+from dynaxx.policy import Guard, Policy, Profile, rules_digest
 
 SHARE = 0.25  # largest time of recording a reference, as a share of the time spent so far
 EXPECTED_PASSES = 16  # passes over a text until a search is done, about
@@ -56,9 +54,6 @@ def with_reference(
 
     If the reference cannot be recorded (no time, too little text, or a dense policy), `reference` says why.
     """
-    from dynaxx.lab.tune.retune import MIN_REQUESTS, record
-    from dynaxx.policy import Guard, Profile, rules_digest
-
     policy = result.policy
     if all(rule.phase == "decode" for rule in policy.rules):
         return dataclasses.replace(result, reference="none: prompts run dense")

@@ -8,16 +8,18 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.transformers.apply_policy import apply, full_attention_layers
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.kinds import digest_of, label, text_of
 from dynaxx.lab.perplexity import ROWS, check_finite, logits_of, perplexity, token_losses
 from dynaxx.lab.prefill_speed import time_prefill
 from dynaxx.lab.resume import Steps, T
+from dynaxx.lab.tasks.result import SuiteResult
 from dynaxx.lab.tasks.run import SuitePlan, run_suite
 from dynaxx.lab.tasks.score import answer_task
 from dynaxx.lab.texts import with_start
@@ -25,10 +27,7 @@ from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.validate.noise import Noise, measure_noise
 from dynaxx.lab.validate.result import KindRow, LogitErrors, Perplexities, Repetition, SpeedRow, TaskScore
 from dynaxx.lab.validate.tasks import TASKS
-
-if TYPE_CHECKING:
-    from dynaxx.lab.tasks.result import SuiteResult
-    from dynaxx.policy import Policy
+from dynaxx.policy import Policy, resolve
 
 WINDOWS = 3  # stretches of held-out text
 PROMPTS, NEW_TOKENS = 3, 64  # generated text
@@ -100,8 +99,6 @@ class Comparison:
     @contextlib.contextmanager
     def applied(self) -> Iterator[Any]:
         """Apply the policy to the model."""
-        from dynaxx.integrations.transformers.apply_policy import apply
-
         with apply(self.model, self.policy) as handle:
             yield handle
 
@@ -158,8 +155,6 @@ class Comparison:
         return TextFigures(logits, perplexities, density, calls, first, means)
 
     def _stretch(self, ids: Tensor, name: str, share: float) -> _Stretch:
-        from dynaxx.integrations.transformers.apply_policy import full_attention_layers
-
         self.task.advance(0, f"{name}: dense")
         dense = self.hidden(ids)[:, :-1]  # of the whole stretch, as in the tuner's trials
         self.task.advance(share, f"{name}: sparse")
@@ -329,8 +324,6 @@ def repeated(tokens: Sequence[int], n: int = NGRAM) -> float:
 
 def has_sparse_rule(policy: Policy) -> bool:
     """Return whether a policy has any sparse prefill rule."""
-    from dynaxx.policy import resolve
-
     return bool(resolve(policy))
 
 

@@ -6,19 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from typing_extensions import override
 
 from dynaxx.lab.results import Result, plain
+from dynaxx.lab.tasks.result import SuiteResult
 from dynaxx.lab.validate.check import Check
+from dynaxx.lab.validate.noise import Noise
 
 PAIRS_TO_FAIL = 5  # pairs that a small loss of speed needs; with three, chance alone fails one policy in eight
 CLEAR = 1.25  # factor beyond the limit that needs fewer
-
-if TYPE_CHECKING:
-    from dynaxx.lab.tasks.result import SuiteResult
-    from dynaxx.lab.validate.noise import Noise
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.run import SuitePlan
-from dynaxx.lab.texts import encode, split_text, start_of, started
+from dynaxx.lab.texts import encode, ids_of, split_text, start_of, started
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.tune.evidence import RATIO_ON
@@ -31,9 +31,7 @@ from dynaxx.lab.validate.comparison import Comparison, has_sparse_rule
 from dynaxx.lab.validate.limits import checks_of
 from dynaxx.lab.validate.result import TaskScore, ValidationResult
 from dynaxx.lab.validate.tasks import make_samples
-
-if TYPE_CHECKING:
-    from dynaxx.policy import Policy
+from dynaxx.policy import Policy
 
 TOKENS = 4096  # tokens of each stretch of held-out text, if the policy's border, the model and the text allow
 TASK_TOKENS = 2048
@@ -163,7 +161,7 @@ def _set_up(
 ) -> _Setup:
     """Choose what to measure, and refuse what cannot be measured; see `validate`."""
     held_out = split_text(text).held_out
-    ids: list[int] = tokenizer(held_out, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = ids_of(tokenizer, held_out)
     sparse, limit = has_sparse_rule(policy), longest_prompt(model)
     check_sparse(policy)
     border = _border(policy, limit) if sparse else 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dynaxx.lab.tasks.suite import TaskSample
-from dynaxx.lab.texts import start_of
+from dynaxx.lab.texts import ids_of, start_of
 
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tromsø", "Perth", "Dakar", "Lima", "Riga", "Hanoi", "Oslo", "Cairo")
 TASKS = ("needle", "several keys", "variable tracing")
@@ -36,8 +36,8 @@ def make_samples(tokenizer: Any, haystack: Sequence[int], tokens: int, samples: 
     for index in range(samples):
         for task in TASKS:
             facts, question, answer = _task(task, rng)
-            ending = _ids(tokenizer, f"\n\n{question}")
-            inserts = [_ids(tokenizer, f"\n\n{fact}\n\n") for fact in facts]
+            ending = ids_of(tokenizer, f"\n\n{question}")
+            inserts = [ids_of(tokenizer, f"\n\n{fact}\n\n") for fact in facts]
             room = tokens - len(ending) - sum(map(len, inserts))
             if room < tokens // 4 or len(haystack) < room:
                 raise ValueError(
@@ -52,7 +52,7 @@ def make_samples(tokenizer: Any, haystack: Sequence[int], tokens: int, samples: 
             ids += [*haystack[start + done : start + room], *ending]
             ids[: len(begin)] = begin
             prompt = torch.tensor([ids], dtype=torch.int64, device="cpu")
-            wanted = torch.tensor(_ids(tokenizer, answer), dtype=torch.int64, device="cpu")
+            wanted = torch.tensor(ids_of(tokenizer, answer), dtype=torch.int64, device="cpu")
             ends = tuple(range(1, len(wanted) + 1))  # each token is right or wrong by itself
             made.append(TaskSample(task, tokens, prompt, prompt[:, -len(ending) :], wanted, ends, (answer,)))
     return made
@@ -72,8 +72,3 @@ def _task(task: str, rng: random.Random) -> tuple[list[str], str, str]:
     facts = [f"The secret number of {place} is {value}." for place, value in zip(places, numbers, strict=True)]
     asked = rng.randrange(len(places))
     return facts, f"The secret number of {places[asked]} is", f" {numbers[asked]}"
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids

@@ -6,17 +6,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dynaxx.integrations.transformers.apply_policy import apply
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.result import ANSWERED, KNOWN, interval_of, prefers
 from dynaxx.lab.tasks.score import answer_task, closed_book, other_answers
 from dynaxx.lab.tasks.suite import TaskSample, make_task, named_tasks
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.result import TaskTrial
-
-if TYPE_CHECKING:
-    from dynaxx.policy import Policy
+from dynaxx.policy import Policy
 
 SAMPLES = 3  # prompts per task that a trial starts with, and that it adds while the task is undecided
 MAX_SAMPLES = 24  # prompts per task in a trial, at most
@@ -69,8 +68,6 @@ class HeldTasks:
 
     def _trial(self, name: str, policy: Policy, key: str) -> TaskTrial:
         """Compare dense and sparse answers, a few prompts at a time, until the mean loss is clear or prompts end."""
-        from dynaxx.integrations.transformers.apply_policy import apply
-
         drops: list[float] = []
         for part in range(MAX_SAMPLES // SAMPLES):
             dense = self._remember(f"task {name} alone {part}", partial(self._answers, name, part, True))

@@ -17,11 +17,12 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.transformers.apply_policy import apply, model_facts
 from dynaxx.lab.kinds import label
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
@@ -31,10 +32,8 @@ from dynaxx.lab.tune.density.held_tasks import HeldTasks
 from dynaxx.lab.tune.density.search_texts import SearchTexts
 from dynaxx.lab.tune.result import KindTrial, Trial
 from dynaxx.layout import as_block_size
+from dynaxx.policy import Policy, Rule, Tolerances
 from dynaxx.selection import Hybrid, Scorer
-
-if TYPE_CHECKING:
-    from dynaxx.policy import Policy
 
 LAST_QUERIES = 64  # last queries that see everything, which retrieval needs although perplexity does not
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
@@ -257,8 +256,6 @@ class Trials:
 
     def _losses(self, policy: Policy | None, index: int) -> dict[str, Any]:
         """Return the loss of every token of one of the search texts, dense or under a policy, and the density."""
-        from dynaxx.integrations.transformers.apply_policy import apply
-
         visited: list[float] = []
         handle = apply(self.model, policy) if policy is not None else None
         watched = handle.watch(lambda _, layout: visited.append(layout.density())) if handle else nullcontext()
@@ -274,9 +271,6 @@ class Trials:
 
     def policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
         """Return the policy of the budgets of each layer."""
-        from dynaxx.integrations.transformers.apply_policy import model_facts
-        from dynaxx.policy import Policy, Rule, Tolerances
-
         by_budgets: dict[tuple[float, ...], list[int]] = {}
         for layer, row in zip(layers, budgets, strict=True):
             by_budgets.setdefault(tuple(row), []).append(layer)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.crossover import HYSTERESIS
+from dynaxx.lab.tune.result import Raised, TuneResult
+from dynaxx.lab.validate.result import ValidationResult
+from dynaxx.policy import Evidence
 
 SHORT = 1024  # tokens of the texts under a time budget, at least; retrieval tasks need some room
-
-if TYPE_CHECKING:
-    from dynaxx.lab.time_budget import TimeBudget
-    from dynaxx.lab.tune.result import TuneResult
-    from dynaxx.lab.validate.result import ValidationResult
 
 
 def validate_tuned(
@@ -77,9 +76,6 @@ def validate_tuned(
 
 def with_border(tuned: TuneResult, border: int, found: ValidationResult) -> TuneResult:
     """Return the result with a policy that runs prompts sparse from `border` tokens, with `found` as evidence."""
-    from dynaxx.lab.tune.result import Raised
-    from dynaxx.policy import Evidence
-
     slow = max(found.slow(), key=lambda row: row.seqlen)
     raised = Raised(tuned.policy.border, border, slow.seqlen, slow.dense_seconds, slow.sparse_seconds)
     evidence = Evidence(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from dynaxx.lab.about import about
 from dynaxx.lab.files import read_json, state_of, write_json, write_result
@@ -25,12 +25,14 @@ from dynaxx.lab.progress import BudgetProgress, Progress, SilentProgress
 from dynaxx.lab.texts import check_tokens, split_text
 from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.costs import scorers_named
+from dynaxx.lab.tune.decode import check_decode
+from dynaxx.lab.tune.density.held_tasks import HeldTasks
+from dynaxx.lab.tune.density.search_texts import search_texts
 from dynaxx.lab.tune.options import TuneOptions
+from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
 from dynaxx.lab.tune.pipeline.result import PipelineResult
+from dynaxx.lab.tune.result import TuneResult
 from dynaxx.layout import as_block_size
-
-if TYPE_CHECKING:
-    from dynaxx.lab.tune.result import TuneResult
 
 logger = logging.getLogger("dynaxx")
 
@@ -126,9 +128,6 @@ class _Steps:
     def __init__(
         self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress, time: TimeBudget
     ) -> None:
-        from dynaxx.lab.tune.decode import check_decode
-        from dynaxx.lab.tune.density.held_tasks import HeldTasks
-        from dynaxx.lab.tune.density.search_texts import search_texts
         from dynaxx.lab.tune.run import default_block_size
 
         block_size = plan.block_size or default_block_size(model)
@@ -199,8 +198,6 @@ class _Steps:
 
     def validate(self, tuned: TuneResult, say: Callable[[str], None]) -> tuple[TuneResult, dict[str, Any] | None, str]:
         """Return the tuned result (with a higher border if only speed failed), the validation, and its checks."""
-        from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
-
         plan, path = self.plan, self.plan.out / "validation.json"
         wanted = "validate" not in plan.skip and bool(tuned.policy.rules)
         fits = self.time.allows(2 * self.time.expects(PASS, plan.tokens), urgent=True)
