@@ -18,6 +18,7 @@ from dynaxx.ops.position_bias import Alibi, PositionBias, T5Bias
 from dynaxx.patterns.base import Intersection, Union
 from dynaxx.selection import Hybrid, Selector, select_blocks
 from dynaxx.testing.cases import make_qkv, random_pattern, random_selector
+from dynaxx.testing.patterns import definition
 
 
 def _among(x: Tensor, dim: int, before: int, after: int, step: int = 1) -> Tensor:
@@ -280,12 +281,7 @@ class Draw:
 
     def _definition(self, rule: p.Pattern, seqlen_q: int, seqlen_k: int) -> Tensor:
         grid = BlockGrid(seqlen_q, seqlen_k, self.block_size, self.causal)
-        q_pos, k_pos = (
-            torch.arange(seqlen_q, device="cpu")[:, None] + grid.offset,
-            torch.arange(seqlen_k, device="cpu")[None],
-        )
-        seen = rule.visible(grid, q_pos, k_pos).expand(seqlen_q, seqlen_k)
-        return (seen & (k_pos <= q_pos) if self.causal else seen).to(self.device)
+        return definition(rule, grid).to(self.device)
 
 
 def leaves(rule: p.Pattern) -> list[p.Pattern]:

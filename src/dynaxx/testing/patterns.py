@@ -48,7 +48,7 @@ def check_pattern(
                 f"`visited` of {pattern!r} fills block {(int(row), int(col))} without touching it, on {grid}"
             )
         layout = pattern.layout(seqlen_q, seqlen_k, causal=causal, block_size=block_size).validate()
-        wanted = _definition(pattern, grid)
+        wanted = definition(pattern, grid)
         wrong = (layout.to_dense()[0, 0] != wanted).nonzero()
         if len(wrong):
             i, j = wrong[0].tolist()
@@ -61,8 +61,8 @@ def check_pattern(
             )
 
 
-def _definition(pattern: Pattern, grid: BlockGrid) -> Tensor:
-    """Return (seqlen_q, seqlen_k) bool."""
+def definition(pattern: Pattern, grid: BlockGrid) -> Tensor:
+    """Return the pairs that a pattern shows, (seqlen_q, seqlen_k) bool on the CPU."""
     q_pos, k_pos = (
         torch.arange(grid.seqlen_q, device="cpu")[:, None] + grid.offset,
         torch.arange(grid.seqlen_k, device="cpu")[None],

@@ -54,7 +54,7 @@ class Residuals:
         v: Tensor,
         grid: Grid,
         plan: LayerPlan,
-        denser: LayerPlan,
+        denser: LayerPlan | None,
         *,
         step: tuple[int, int],
         period: tuple[float, int],
@@ -71,7 +71,7 @@ class Residuals:
             v: as `q`.
             grid: the tokens.
             plan: the rules between refreshes.
-            denser: the rules of refreshes.
+            denser: the rules of refreshes; None attends by `plan` at every step.
             step: the step, and the number of all steps.
             period: `VideoPolicy.period` of the step.
             padding: tokens to hide.
@@ -80,6 +80,9 @@ class Residuals:
         Raises:
             UnsupportedInputError: gradients are asked for, which would reach back to other steps.
         """
+        if denser is None:
+            out, visited = attend(q, k, v, grid, plan, padding=padding, scale=scale)
+            return out, [visited]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise UnsupportedInputError("gradients", {"`refresh`": ["run under torch.no_grad(), or leave it out"]})
         if step[0] < self._step[0] or step[1] != self._step[1]:

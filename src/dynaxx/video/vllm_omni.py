@@ -24,7 +24,6 @@ from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout.host import never_traced
 from dynaxx.patterns import Full
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan
-from dynaxx.video.attention import attend
 from dynaxx.video.grid import Grid
 from dynaxx.video.policy import VideoPolicy, load_policy
 from dynaxx.video.residuals import Residuals
@@ -149,13 +148,9 @@ class Layer:
             counts[outcome] += 1
             return None
         used = grid.seqlen  # tokens after them were added to split the sequence evenly
-        given = q[:, :used], k[:, :used], v[:, :used], grid, plan
-        if denser is None:
-            counts["sparse"] += 1
-            out, _ = attend(*given, scale=self.scale)
-        else:
-            out, layouts = self._residuals.attend(*given, denser, step=step, period=period, scale=self.scale)
-            counts["sparse" if len(layouts) == 1 else "refresh"] += 1
+        given = q[:, :used], k[:, :used], v[:, :used], grid, plan, denser
+        out, layouts = self._residuals.attend(*given, step=step, period=period, scale=self.scale)
+        counts["sparse" if len(layouts) == 1 else "refresh"] += 1
         return out if used == q.shape[1] else functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - used))
 
     def _grid(self, q: Tensor, k: Tensor, metadata: Any) -> Grid:

@@ -19,7 +19,7 @@ from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import never_traced
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan
-from dynaxx.video.attention import attend, padding_of
+from dynaxx.video.attention import padding_of
 from dynaxx.video.diffusers.families import attention_modules, family_of, model_facts, original, timestep_of
 from dynaxx.video.diffusers.processors import Dense, sparse_processor
 from dynaxx.video.grid import Grid
@@ -82,13 +82,9 @@ class Layer:
             out = self.attend_dense(reason, dense)
         else:
             grid, denser = handle.grid(q), handle.denser(self.index)
-            if denser is None:
-                out, layout = attend(q, k, v, grid, plan, padding=padding, scale=scale)
-                layouts = [layout]
-            else:
-                out, layouts = self.residuals.attend(
-                    q, k, v, grid, plan, denser, step=handle.at, period=handle.period, padding=padding, scale=scale
-                )
+            out, layouts = self.residuals.attend(
+                q, k, v, grid, plan, denser, step=handle.at, period=handle.period, padding=padding, scale=scale
+            )
             layout = layouts[0]
             handle.counts["sparse" if len(layouts) == 1 else "refresh"] += 1
             handle.saw(*layouts)

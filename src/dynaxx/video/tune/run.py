@@ -176,14 +176,9 @@ def tune(sampler: Sampler, settings: Settings, say: Callable[[str], None] = lamb
     share = 0.999 * figures["density"]  # a share is rounded up to whole blocks
     uniform = [VideoRule.of(dx.TopK(share, MeanPool(), per="head"))]
     figures["uniform_psnr"] = trial(sampler, policy_of(sampler, space, uniform), unseen, dense).psnr
-    policy = VideoPolicy(
-        **{
-            name: getattr(trials[-1].policy, name)
-            for name in ("model", "block_size", "order", "rules", "refresh_every")
-        },
-        measured_on=measured_on(sampler),
-        evidence=(Evidence(what="validation", command=settings.command, values=dict(figures)),),
-    )
+    evidence = Evidence(what="validation", command=settings.command, values=dict(figures))
+    of_result = {"measured_on": measured_on(sampler), "evidence": (evidence,)}
+    policy = VideoPolicy(**{**dict(trials[-1].policy), **of_result})
     result = Result(settings, policy, trials, figures)
     out = settings.out
     result.files = [
