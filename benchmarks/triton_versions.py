@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the same calls under several versions of Triton, in turns on one GPU: kernels, and the host's part of a call.
 
-    python benchmarks/triton_versions.py 3.6=/opt/triton-3.6 3.9=/opt/triton-3.9 [--turns 3] [--json FILE]
+    python benchmarks/triton_versions.py 3.6=/opt/triton-3.6 3.9=/opt/triton-3.9 [--turns 3] [--only NAME ...]
 
 `pip install --no-deps --target FOLDER triton==VERSION` fills a folder; an empty name means the installed Triton. Each
 version has a process and a cache of its own. They are asked for one row after another, so that a row of all versions
@@ -108,10 +108,12 @@ class Worker:
         print(json.dumps(row), file=self._process.stdin, flush=True)
 
 
-def table(workers: list[Worker], turns: int) -> list[dict[str, Any]]:
+def table(workers: list[Worker], turns: int, only: list[str]) -> list[dict[str, Any]]:
     """Return a row for each call: the median of the turns of each version, and its ratio to the first version."""
     found = []
     for row in rows():
+        if only and not " ".join(row).startswith(tuple(only)):
+            continue
         for worker in workers:  # all compile at once
             worker.ask(row)
         for worker in workers:
@@ -136,6 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("versions", nargs="*", metavar="NAME=FOLDER", help="the first is the one to compare with")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="rows that begin so: host, 'hopper group 7'"
+    )
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -146,7 +151,7 @@ def main() -> None:
         raise SystemExit("error: a GPU is needed")
     workers = [Worker(*each.split("=", 1)) for each in args.versions]
     result = {"device": torch.cuda.get_device_name(), "versions": {worker.name: worker.version for worker in workers},
-              "torch": torch.__version__, "rows": table(workers, args.turns)}  # fmt: skip
+              "torch": torch.__version__, "rows": table(workers, args.turns, args.only)}  # fmt: skip
     text = json.dumps(result, indent=1) + "\n"
     if args.json:
         args.json.write_text(text, encoding="utf-8")

@@ -165,7 +165,8 @@ def _attend(
     slots = cache.max_pages if block_indices is None else block_indices.shape[2]
     if counts is None:
         block_indices, counts = _listed(cache, block_indices, seqlen_q, left)
-    programs = config.programs_of(cache, lists, lists * slots)
+    tiles = config.tiles_of(cache, q.dtype, choice is not None)
+    programs = config.programs_of(cache, tiles.programs, lists, lists * slots)
     parts = programs + (1 + (exact_slots(cache) > 0)) * lists
     acc = q.new_empty(parts, rows, cache.head_dim_v, dtype=torch.float32)
     state = q.new_empty(parts, rows, 2, dtype=torch.float32)
@@ -192,13 +193,14 @@ def _attend(
         q_strides=strides_of(q),
         ALL=block_indices is None,
         BLOCK_M=block_m,
+        BLOCK_N=tiles.keys,
         BLOCK_L=triton.next_power_of_2(lists),
         PRECISION="ieee",
         CAPPED=softcap is not None,
         WINDOW=left is not None,
-        num_warps=config.NUM_WARPS,
+        num_warps=tiles.warps,
         num_stages=config.stages(gpu_of(q.device), q.dtype, loads),
-        **gpu_of(q.device).limit_registers(config.CROWDED_REGISTERS if config.is_crowded(cache) else None),
+        **gpu_of(q.device).limit_registers(tiles.registers),
         **gpu_of(q.device).overlap,
     )
     _merge(acc, state, counts, out, lse, sink_logits, cache, programs, scale)
@@ -218,7 +220,6 @@ def _cache_arguments(cache: PagedCache, dtype: torch.dtype, unused: Tensor) -> d
         "HALF": half,
         "BLOCK_D": padded(cache.head_dim),
         "BLOCK_E": padded(cache.head_dim_v),
-        "BLOCK_N": config.keys_per_tile(cache, dtype),
         "BLOCK_X": max(16, triton.next_power_of_2(exact_slots(cache))),
     }
 
