@@ -22,7 +22,7 @@ def about(model: Any = None, text: str | None = None, policy: Policy | None = No
     """Return a short digest of each thing that is given, by name; of all settings together as "settings"."""
     found = {}
     if model is not None:
-        found["model"] = model_digest(model)
+        found["model"] = fingerprint(model, torch.zeros(0, dtype=torch.int64, device="cpu"), dtype=str(model.dtype))
     if text is not None:
         found["text"] = _digest(text)
     if policy is not None:
@@ -35,11 +35,6 @@ def about(model: Any = None, text: str | None = None, policy: Policy | None = No
 def policy_digest(policy: Policy) -> str:
     """Return a digest of what a policy does: its rules and borders, but not its evidence."""
     return _digest(policy.model_dump_json(exclude=NOT_RUN))
-
-
-def model_digest(model: Any) -> str:
-    """Return a digest of a model's class, configuration, dtype and weights."""
-    return fingerprint(model, torch.zeros(0, dtype=torch.int64, device="cpu"), dtype=str(model.dtype))
 
 
 def differing(document: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dynaxx.lab.conversations import plain_text
@@ -127,6 +128,11 @@ def with_start(ids: Tensor, start: Sequence[int]) -> Tensor:
     return ids
 
 
+def float64(values: Any) -> Tensor:
+    """Return numbers as a tensor in fp64 on the CPU, whatever defaults a user has set."""
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of a text of any length, without special tokens."""
     found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -159,8 +165,6 @@ def encode(
             need += f" (the whole text about {2 * tokens:,})"
             fix = f"give more text, or --tokens {fits}" if fits else "give more text"
         raise ValueError(f"{part} must have at least {need}, got {len(ids):,}; {fix}")
-    import torch
-
     return torch.tensor([ids[skip : skip + max(tokens, most or 0)]], dtype=torch.int64, device="cpu")
 
 

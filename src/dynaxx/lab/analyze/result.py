@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynaxx.lab.analyze.maps import LOCAL_TOKENS, SINK_TOKENS
+from dynaxx.lab.results import plain
 
 TARGET_RECALL = 0.95
 HEAT_LOW = 1e-5  # share at a heat map's smallest value
@@ -56,10 +57,7 @@ class HeadAnalysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
-        plain = {name: value for name, value in vars(self).items() if name != "heatmap"}
-        plain["mass_by_distance"] = asdict(self.mass_by_distance)
-        plain["recommended"] = asdict(self.recommended)
-        return _rounded(plain) | {"heatmap": encode_heatmap(self.heatmap)}
+        return _rounded({**plain(self), "heatmap": encode_heatmap(self.heatmap)})
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,8 @@ class AnalysisResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
-        plain = {name: value for name, value in vars(self).items() if name not in ("heads", "rules")}
-        rules = {name: asdict(rule) for name, rule in self.rules.items()}
-        listed = _rounded(plain | {"rules": rules, "summary": self.totals})
-        return listed | {"heads": [head.to_dict() for head in self.heads]}
+        listed = {**plain(replace(self, heads=())), "summary": self.totals}
+        return {**_rounded(listed), "heads": [head.to_dict() for head in self.heads]}
 
     def summary(self) -> str:
         """Return the text that the command prints."""

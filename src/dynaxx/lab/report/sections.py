@@ -59,11 +59,8 @@ def profile_section(document: dict[str, Any], documents: dict[str, Any]) -> dict
         "busy": is_busy(document),
         "left_out": [f"{length:,}" for length in document.get("left_out") or ()],
         "chart": chart,
-        "lengths": [
-            {**_picked(each, "seqlen attention_share attention_gflops_per_s of_gemm_ceiling max_speedup"), **each}
-            for each in lengths
-        ],
-        "ceilings": _picked(document["ceilings"], "gemm_gflops copy_gbs"),
+        "lengths": lengths,
+        "ceilings": document["ceilings"],
     }
 
 
@@ -85,10 +82,7 @@ def analysis_section(document: dict[str, Any], documents: dict[str, Any]) -> dic
         "tokens": document["tokens"],
         "rows": document.get("rows", document["tokens"]),
         "block_size": document["block_size"],
-        "summary": _picked(
-            document["summary"],
-            "heads kinds mean_recommended_density target_recall mean_sink_mass mean_local_mass",
-        ),
+        "summary": document["summary"],
         "layers": layers,
         "columns": min(16, max(len(each) for each in layers.values())),
         "chart": _recall_chart(document),
@@ -108,9 +102,7 @@ def _head(head: dict[str, Any], shrink: bool) -> dict[str, Any]:
         f"{percent(head['sink_mass'])}, near {percent(head['local_mass'])}, vertical lines "
         f"{percent(head['vertical_mass'])}, slash lines {percent(head['slash_mass'])}"
     )
-    shown = _picked(head, "layer head sink_mass local_mass vertical_mass slash_mass median_distance")
-    recommended = _picked(recommended, "kind attention reason density")
-    return {**shown, "recommended": recommended, "uri": heatmap_uri(codes, size), "title": title}
+    return {**head, "uri": heatmap_uri(codes, size), "title": title}
 
 
 def _halved(codes: bytes, size: int) -> bytes:
@@ -144,13 +136,12 @@ def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
     """Return quality against density, budgets, and attention alone against dense."""
     chosen, timings = document["chosen"], document["crossover"] if document["verdict"] != "undecided" else []
     return {
-        **_picked(document, "tokens tolerance dense_perplexity chosen best_uniform_density why advice ended verdict"),
-        "seconds": document.get("seconds"),
+        **document,
         "digits": decimals(100 * document["tolerance"], 2),
         "busy": is_busy(document),
         "trials": [
             {
-                **_picked(trial, "density ratio error passed"),
+                **trial,
                 "kind": kind,
                 "is_chosen": kind == "tuned" and trial == chosen,
                 "result": "passed" if trial["passed"] else "failed" if trial.get("decided", True) else "undecided",
@@ -266,7 +257,7 @@ def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
     return {
         "rules": len(document["rules"]),
         "sparse_prompts": any(rule.get("phase", "prefill") == "prefill" for rule in document["rules"]),
-        "model": _picked(document["model"], "model_type layers q_heads"),
+        "model": document["model"],
         "border": document.get("sparse_from") or document.get("dense_below"),
         "tolerances": {name: value for name, value in document["tolerances"].items() if value is not None},
         "text": json.dumps(document, indent=2, ensure_ascii=False),
@@ -284,12 +275,8 @@ def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> d
         "passed": bool(document["passed"]),
         "tokens": document["window_tokens"],
         "text_differs": document["about"].get("text") != ((documents.get("tuning") or document)["about"].get("text")),
-        "checks": [
-            {**_picked(check, "name said passed"), "unclear": check.get("unclear")} for check in document["checks"]
-        ],
-        "speed": [
-            {**_picked(row, "seqlen dense_seconds sparse_seconds speedup low high pairs busy"), **row} for row in speed
-        ],
+        "checks": [{**check, "unclear": check.get("unclear")} for check in document["checks"]],
+        "speed": speed,
         "busy": document["busy"],
         "chart": _speed_chart(
             speed,
@@ -330,11 +317,6 @@ def _suite_table(suite: Any) -> dict[str, Any]:
         for row in (suite or {}).get("rows", ())
     ]
     return {"header": ["task", "dense finds", "sparse finds", "nats lost", "at most", "verdict"], "rows": shown}
-
-
-def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
-    """Return the named values. A KeyError names the one that a file lacks."""
-    return {name: values[name] for name in names.split()}
 
 
 def _table(rows: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import random
 import string
 
 from dynaxx.lab.tasks.example import Example, TaskDefinition, in_a_row
-from dynaxx.lab.tasks.haystack import Haystack, letters
+from dynaxx.lab.tasks.haystack import Haystack, different_letters
 
 COMMON = 10  # number of words to find
 LONG = 4096  # tokens from which words are repeated more often
@@ -55,13 +55,7 @@ def frequent_words(rng: random.Random, haystack: Haystack, size: int, tokens: in
 
     Dots are the most frequent. The answer is the next three words.
     """
-    vocabulary: list[str] = []
-    known: set[str] = set()
-    while len(vocabulary) < max(FREQUENT + 1, tokens // 50):
-        word = letters(rng, CODED, string.ascii_lowercase)
-        if word not in known:
-            known.add(word)
-            vocabulary.append(word)
+    vocabulary = different_letters(rng, max(FREQUENT + 1, tokens // 50), CODED, string.ascii_lowercase)
     vocabulary[0] = "..."
     counts = [int(size * rank**-ALPHA / ZETA_2) for rank in range(1, len(vocabulary) + 1)]
     text = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]

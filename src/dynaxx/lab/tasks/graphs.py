@@ -11,7 +11,7 @@ import random
 from itertools import pairwise
 
 from dynaxx.lab.tasks.example import Example, TaskDefinition, in_a_row
-from dynaxx.lab.tasks.haystack import NOISE, Haystack, hide, letters
+from dynaxx.lab.tasks.haystack import NOISE, Haystack, different_letters, hide
 
 DIGITS = 6
 OUT = 2  # edges from a node
@@ -23,13 +23,7 @@ SOLVED = (
 
 
 def _edges(rng: random.Random, count: int) -> tuple[list[str], list[tuple[str, str]]]:
-    nodes: list[str] = []
-    known: set[str] = set()
-    while len(nodes) < max(4, count // OUT):
-        name = letters(rng, DIGITS, "0123456789abcdef")
-        if name not in known:
-            known.add(name)
-            nodes.append(name)
+    nodes = different_letters(rng, max(4, count // OUT), DIGITS, "0123456789abcdef")
     pairs = {(a, b) for a in nodes for b in rng.sample(nodes, OUT) if a != b}
     edges = sorted(pairs)
     rng.shuffle(edges)
@@ -102,11 +96,7 @@ def variable_tracking(rng: random.Random, haystack: Haystack, size: int, tokens:
 
 
 def _chain(rng: random.Random, lines: int, length: int) -> Example:
-    names: list[str] = []
-    while len(names) <= HOPS:
-        name = letters(rng, length)
-        if name not in names:
-            names.append(name)
+    names = different_letters(rng, HOPS + 1, length)
     value = str(rng.randrange(10_000, 100_000))
     facts = [f"VAR {names[0]} = {value}", *(f"VAR {name} = VAR {before}" for before, name in pairwise(names))]
     context = "\n".join(hide(random.Random(rng.random()), [NOISE] * lines, facts))

@@ -123,6 +123,14 @@ def new_uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
+def different_letters(rng: random.Random, count: int, length: int, of: str = string.ascii_uppercase) -> list[str]:
+    """Draw `count` different names of so many letters."""
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names[letters(rng, length, of)] = None
+    return list(names)
+
+
 def letters(rng: random.Random, count: int, of: str = string.ascii_uppercase) -> str:
     """Draw letters."""
     return "".join(rng.choice(of) for _ in range(count))

@@ -16,6 +16,7 @@ from dynaxx.integrations.transformers.apply_policy import full_attention_layers
 from dynaxx.lab.kinds import label
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.texts import float64
 from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.costs import Allocator, Costs, budgets_for, density_of, scorers_named
 from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
@@ -204,7 +205,7 @@ class Costing:
             stored = [self.steps.get(self._key(name, scorer, layer)) for layer in self.layers]
             if not any(stored):
                 return None
-            rows = [torch.tensor(each, dtype=torch.float64, device="cpu") if each else None for each in stored]
+            rows = [float64(each) if each else None for each in stored]
             mean = torch.stack([row for row in rows if row is not None]).mean(0)
             found[scorer] = torch.cat([mean if row is None else row for row in rows], dim=1)
         return found
@@ -218,7 +219,7 @@ class Costing:
         for scorer in scorers:
             rules = [self.trials.rule(budget, scorer) for budget in self.budgets]
             shares = [density_of(rule, self.options.tokens, self.block_size) for rule in rules]
-            column = torch.tensor(shares, dtype=torch.float64, device="cpu")[:, None]
+            column = float64(shares)[:, None]
             densities[scorer] = column.expand_as(losses[scorer])
         return Costs(self.layers, densities, losses, self.budgets)
 
@@ -270,7 +271,7 @@ class Costing:
         for scorer in scorers:
             policy = self.trials.policy(costs.layers, budgets[scorer], scorer)
             losses = self.trials.remembered(keys[scorer], policy, 0)["losses"]
-            changes[scorer] = torch.tensor(losses, dtype=torch.float64, device="cpu") - dense
+            changes[scorer] = float64(losses) - dense
             said = f"perplexity {changes[scorer].mean():+.2%} at {found[scorer].density:.0%} of the blocks"
             task.advance(0, f"{scorer!r}: {said}")
         measured = min(scorers, key=lambda scorer: float(changes[scorer].mean()))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.lab.texts import float64
 from dynaxx.layout import as_block_size
 from dynaxx.patterns import LastQueries, LocalBlocks, Sink
 from dynaxx.selection import Hybrid, MeanQuery, MinMax, Scorer, TileQueries, TopK, select_blocks
@@ -173,11 +174,7 @@ class Costs(NamedTuple):
 
     def budgets(self, choice: Tensor) -> Budgets:
         """Return the budgets of each layer's heads in an allocation."""
-        return (
-            torch.tensor(self.values, dtype=torch.float64, device="cpu")[choice]
-            .view(len(self.layers), self.heads)
-            .tolist()
-        )
+        return float64(self.values)[choice].view(len(self.layers), self.heads).tolist()
 
     def finer(self, scorer: Scorer) -> Costs:
         """Return the costs of one scorer with interpolated budgets between the measured ones.

@@ -24,6 +24,7 @@ from dynaxx.integrations.transformers.apply_policy import apply, model_facts
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.perplexity import logits_of
 from dynaxx.lab.resume import fingerprint
+from dynaxx.lab.texts import float64
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below
 from dynaxx.lab.tune.decode_speed import NO_PLANS, table, time_steps
 from dynaxx.lab.tune.page_costs import SHARES as PAGE_SHARES
@@ -216,7 +217,7 @@ class _Decoding:
 
 def _rise(dense: Sequence[float], sparse: Sequence[float]) -> tuple[float, float]:
     """Return the mean rise of the loss, and its standard error."""
-    before, after = (torch.tensor(losses, dtype=torch.float64, device="cpu") for losses in (dense, sparse))
+    before, after = map(float64, (dense, sparse))
     change = after - before
     return float(change.mean()), float(change.std() / change.numel() ** 0.5)
 
@@ -271,11 +272,8 @@ def _costs(
             costs = measure_page_costs(model, ids, budget, page_size=page_size, steps=steps, layers=layers)
             return [each.loss.tolist() for each in costs]
 
-        shares = torch.tensor(PAGE_SHARES, dtype=torch.float64, device="cpu")[:, None]
-        rows = [
-            torch.tensor(loss, dtype=torch.float64, device="cpu")
-            for loss in remember(f"page costs {way} {index}", measured)
-        ]
+        shares = float64(PAGE_SHARES)[:, None]
+        rows = map(float64, remember(f"page costs {way} {index}", measured))
         found.append([HeadCosts(i, loss, shares.expand_as(loss)) for i, loss in zip(sorted(layers), rows, strict=True)])
     return found
 

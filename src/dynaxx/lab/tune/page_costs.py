@@ -9,12 +9,13 @@ Shapes: S steps, N tokens, P pages, H / G q and kv heads, D / E head_dim of q, k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dynaxx.lab.texts import float64
 from dynaxx.lab.tune.costs import Allocator
 from dynaxx.lab.tune.sensitivity import HeadCosts, fisher_gradient, hidden_states, probing
 from dynaxx.selection.pages import PageBudget
@@ -32,7 +33,6 @@ def measure_page_costs(
     steps: int,
     layers: Sequence[int],
     seed: int = 0,
-    done: Callable[[int], None] = lambda layer: None,
 ) -> list[HeadCosts]:
     """Measure every share on every kv head of some layers, for the last `steps` tokens of a text.
 
@@ -44,7 +44,6 @@ def measure_page_costs(
         steps: number of decoded tokens.
         layers: layers that may decode by a budget.
         seed: seed for the sampled tokens of the gradient.
-        done: a function that is called with the index of each finished layer.
 
     Returns:
         The costs by layer, in ascending order. `loss` is (shares, G) in nats per decoded token, `density` the shares.
@@ -72,9 +71,8 @@ def measure_page_costs(
             sparse = (seen @ values) / seen.sum(-1, keepdim=True).clamp(min=torch.finfo(seen.dtype).tiny)
             cost = ((sparse - dense) * slopes).sum(-1).double() ** 2
             loss.append(cost.sum((1, 2)) / (2 * steps))
-        shares = torch.tensor(SHARES, dtype=torch.float64, device="cpu")[:, None].expand(-1, kv_heads)
+        shares = float64(SHARES)[:, None].expand(-1, kv_heads)
         found.append(HeadCosts(layer, torch.stack(loss).cpu(), shares))
-        done(layer)
 
     with probing(model, visit):
         hidden = hidden_states(model, ids[:, :-1])
@@ -92,9 +90,7 @@ def shares_of(costs: Sequence[Sequence[HeadCosts]], share: float) -> list[list[f
     loss = torch.stack([torch.cat([each.loss for each in text], dim=1) for text in costs]).mean(0)
     density = torch.cat([each.density for each in costs[0]], dim=1)
     choice = Allocator(density, loss).at(share).choice
-    found: list[list[float]] = (
-        torch.tensor(SHARES, dtype=torch.float64, device="cpu")[choice].view(len(costs[0]), -1).tolist()
-    )
+    found: list[list[float]] = float64(SHARES)[choice].view(len(costs[0]), -1).tolist()
     return found
 
 

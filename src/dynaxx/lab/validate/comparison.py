@@ -22,7 +22,7 @@ from dynaxx.lab.resume import Steps, T
 from dynaxx.lab.tasks.result import SuiteResult
 from dynaxx.lab.tasks.run import SuitePlan, run_suite
 from dynaxx.lab.tasks.score import answer_task
-from dynaxx.lab.texts import with_start
+from dynaxx.lab.texts import float64, with_start
 from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.validate.noise import Noise, measure_noise
 from dynaxx.lab.validate.result import KindRow, LogitErrors, Perplexities, Repetition, SpeedRow, TaskScore
@@ -131,9 +131,7 @@ class Comparison:
             calls = _added(calls, found[-1].calls)
         if not calls["sparse_calls"] and has_sparse_rule(self.policy):
             raise ValueError(f"no layer ran sparse, so nothing can be validated: {calls['dense_calls']}")
-        losses_dense, losses_sparse, errors = (
-            torch.tensor([each[i] for each in found], dtype=torch.float64, device="cpu") for i in range(3)
-        )
+        losses_dense, losses_sparse, errors = (float64([each[i] for each in found]) for i in range(3))
         change = losses_sparse - losses_dense
         logits = LogitErrors(
             max_error=float(errors[:, 0].amax()),
@@ -193,7 +191,7 @@ class Comparison:
         if not self.has_time(what, 1, tokens):
             return None
         self.task.advance(0, what)
-        dense = torch.tensor(text.first, dtype=torch.float64, device="cpu")
+        dense = float64(text.first)
         given = (self.model, self.stretches(ids, tokens, 1)[0], dense, text.stretches)
         return self._remember(Noise, what, tokens, partial(measure_noise, *given))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.perplexity import token_losses
+from dynaxx.lab.texts import float64
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def measure_noise(model: Any, ids: Tensor, dense: Tensor, stretches: list[float]
     """
     with _rounded(model):
         change = (token_losses(model, ids)[0].cpu() - dense.cpu()).double()
-    means = torch.tensor(stretches, dtype=torch.float64, device="cpu").exp()
+    means = float64(stretches).exp()
     return Noise(
         rounding=float(change.mean().exp()) - 1,
         rounding_error=float(change.std() / change.numel() ** 0.5),

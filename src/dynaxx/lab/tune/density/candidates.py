@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dynaxx.lab.texts import float64
 from dynaxx.lab.tune.costs import SMALLEST_LOSS, Allocator, Budgets, Costs, interpolate
 from dynaxx.selection import Scorer
 
@@ -67,8 +68,8 @@ class TunedCandidates:
 
     def of(self, budgets: Budgets) -> Candidate:
         """Return the candidate with these budgets, each interpolated between those with known costs."""
-        wanted = torch.tensor(budgets, dtype=torch.float64, device="cpu").flatten()
-        values = torch.tensor(self.costs.values, dtype=torch.float64, device="cpu")
+        wanted = float64(budgets).flatten()
+        values = float64(self.costs.values)
         upper = torch.searchsorted(values, wanted).clamp(1, len(values) - 1)
         share = ((wanted - values[upper - 1]) / (values[upper] - values[upper - 1])).clamp(0, 1)
 

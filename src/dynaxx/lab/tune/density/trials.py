@@ -26,6 +26,7 @@ from dynaxx.integrations.transformers.apply_policy import apply, model_facts
 from dynaxx.lab.kinds import label
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.texts import float64
 from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.costs import Budgets, rule_of
 from dynaxx.lab.tune.density.held_tasks import HeldTasks
@@ -242,7 +243,7 @@ class Trials:
 
     def _change(self, losses: Sequence[float], index: int) -> Tensor:
         """Return how losses of the tokens of one of the texts differ from the dense ones."""
-        return torch.tensor(losses, dtype=torch.float64, device="cpu") - self.dense(index)
+        return float64(losses) - self.dense(index)
 
     def _fitting(self, key: str, indices: Sequence[int]) -> int:
         """Return how many of the next texts a trial can use in the time left."""
