@@ -8,7 +8,6 @@ from pathlib import Path
 
 from dynaxx.lab.about import policy_digest
 from dynaxx.lab.validate.check import Check
-from dynaxx.lab.validate.limits import slowdown_check
 from dynaxx.lab.validate.result import (
     LogitErrors,
     Perplexities,
@@ -16,6 +15,7 @@ from dynaxx.lab.validate.result import (
     SpeedRow,
     TaskScore,
     ValidationResult,
+    slowdown_check,
 )
 from dynaxx.policy import Policy
 

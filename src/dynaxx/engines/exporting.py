@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from dynaxx.policy import Policy
+
 
 def imported(name: str, fix: str, oldest: tuple[int, int] = (0, 0)) -> Any:
     """Return a package of an engine.
@@ -64,6 +66,16 @@ def read_options(given: Mapping[str, str], options: Mapping[str, Option]) -> dic
             raise ValueError(f"--option {name} must be {options[name].wanted}, got {text!r}")
         values[name] = options[name].read(text)
     return values
+
+
+def beyond_settings(policy: Policy, engine: str) -> list[str]:
+    """Return what of a policy the settings of an engine cannot say: decode rules, a rollout and a guard."""
+    parts = {
+        "rules for decoding: take the rules of phase decode out": any(rule.phase == "decode" for rule in policy.rules),
+        "rollout: remove `rollout`, or choose by request yourself": policy.rollout != type(policy.rollout)(),
+        "guard: remove `guard`": policy.guard is not None,
+    }
+    return [f"{engine} has no {part}" for part, is_there in parts.items() if is_there]
 
 
 def check_exportable(model: nn.Module) -> None:

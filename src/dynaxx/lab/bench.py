@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 from dynaxx.kernels.registry import ATTENTION
+from dynaxx.lab.results import plain
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
 from dynaxx.patterns import Full, LocalBlocks, Pattern, RandomBlocks, SlidingWindow
@@ -39,6 +40,7 @@ class BenchRow:
     density: float
     ms: float
     sdpa_ms: float
+    derived: ClassVar[tuple[str, ...]] = ("times_faster",)
 
     @property
     def times_faster(self) -> float:
@@ -99,8 +101,7 @@ def run_bench(
             backend, density = ATTENTION.resolve(problem, "auto"), layout.density()
             rows.append(BenchRow(name, timed_pass, backend, seqlen, density, ms, sdpa[timed_pass]))
             say(rows[-1].to_text())
-    listed = [{**asdict(row), "times_faster": row.times_faster} for row in rows]
-    return {"device": str(device), "torch": torch.__version__, "rows": listed}
+    return {"device": str(device), "torch": torch.__version__, "rows": plain(rows)}
 
 
 def _check(attend: Callable[..., Any], pattern: Pattern, device: torch.device, dtype: torch.dtype, seed: int) -> None:

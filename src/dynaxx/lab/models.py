@@ -116,7 +116,7 @@ def save_model(loaded: LoadedModel, folder: Path) -> None:
         with _quiet_transformers():
             loaded.model.save_pretrained(folder)
             loaded.tokenizer.save_pretrained(folder)
-    except _safetensors_error() as error:
+    except importlib.import_module("safetensors").SafetensorError as error:  # a truncated file, or a full disk
         number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
         raise OSError(number, str(error), str(folder)) from error
 
@@ -228,12 +228,6 @@ def _fingerprint(path: Path) -> str:
     """Return a hash of the whole file, so that different files never share a folder."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
-
-
-def _safetensors_error() -> type[Exception]:
-    """Return the error class that safetensors raises for a truncated file and for a full disk."""
-    error: type[Exception] = importlib.import_module("safetensors").SafetensorError
-    return error
 
 
 def _transformers() -> Any:

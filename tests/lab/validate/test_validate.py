@@ -25,11 +25,11 @@ from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
 from dynaxx.lab.tune.result import TuneResult
-from dynaxx.lab.validate import comparison, limits
+from dynaxx.lab.validate import comparison
 from dynaxx.lab.validate import run as module
 from dynaxx.lab.validate.check import Check
 from dynaxx.lab.validate.comparison import repeated
-from dynaxx.lab.validate.result import KindRow, SpeedRow, ValidationResult
+from dynaxx.lab.validate.result import KindRow, SpeedRow, ValidationResult, slowdown_check
 from dynaxx.lab.validate.run import validate
 from dynaxx.lab.validate.tasks import TASKS, make_samples
 from dynaxx.policy import Tolerances
@@ -179,7 +179,7 @@ def test_advice_knows_what_a_policy_was_tuned_on():
 def test_only_a_difference_beyond_the_noise_fails_speed(row, said):
     assert row.against(1.03) == said
     for rows in ((row,), (timed(64, 2.0), row)):
-        found = limits.slowdown_check(rows, 1.03)
+        found = slowdown_check(rows, 1.03)
         assert (found.passed, found.unclear) == (said != "slow", said == "unclear")
     assert (f"{1 / row.high:.2f} to {1 / row.low:.2f} measured" in found.said) == (row.low < row.high)
 

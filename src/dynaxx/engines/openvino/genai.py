@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from dynaxx.arguments import typed
-from dynaxx.engines.exporting import imported
+from dynaxx.engines.exporting import beyond_settings, imported
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import as_block_size
 from dynaxx.patterns import GlobalTokens, LastQueries, Pattern, SlidingWindow, Union
@@ -77,7 +77,7 @@ def sparse_attention_config(policy: Policy, *, cache_block: int = CACHE_BLOCK) -
     Raises:
         UnsupportedInputError: GenAI cannot represent the policy.
     """
-    reasons = _refusals(policy)
+    reasons = beyond_settings(policy, "GenAI")
     rules = {repr(rule): rule for heads in head_rules(policy).values() for rule in heads.values()}
     covered = sum(len(heads) for heads in head_rules(policy).values())
     if covered != policy.model.layers * policy.model.q_heads:
@@ -104,17 +104,6 @@ def _border(policy: Policy) -> str:
         f"GenAI makes prompts of any length sparse, and the policy those from {border} tokens on: send shorter prompts "
         "to a pipeline without sparse attention, and leave `dense_below` and `sparse_from` out here"
     )
-
-
-def _refusals(policy: Policy) -> list[str]:
-    reasons = []
-    if any(rule.phase == "decode" for rule in policy.rules):
-        reasons.append("GenAI's sparse attention is for prompts alone: take the rules of phase decode out")
-    if policy.rollout != type(policy.rollout)():
-        reasons.append("GenAI has no rollout: remove `rollout`, or choose the pipeline by request yourself")
-    if policy.guard is not None:
-        reasons.append("GenAI has no guard: remove `guard`")
-    return reasons
 
 
 def _settings_of(

@@ -218,10 +218,8 @@ def attend_by_rules(
     group, outs = q.shape[1] // k.shape[1], []
     order: list[int] = []
     for part in rules.parts:
-        heads, of_head = (
-            torch.tensor(part.heads, dtype=torch.int64, device="cpu"),
-            [head // group for head in part.heads],
-        )
+        heads = torch.tensor(part.heads, dtype=torch.int64, device="cpu")
+        of_head = [head // group for head in part.heads]
         used = sorted(set(of_head))
         evenly = all(of_head.count(each) * len(used) == len(of_head) for each in used)
         own = torch.tensor(used if evenly else of_head, dtype=torch.int64, device="cpu")

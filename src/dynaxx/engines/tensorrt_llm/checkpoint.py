@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from dynaxx.arguments import typed
+from dynaxx.engines.exporting import beyond_settings
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import as_block_size
 from dynaxx.policy import ModelFacts, Policy, Rule
@@ -52,7 +53,9 @@ def sparse_attention_config(policy: Policy, *, seqlen: int) -> dict[str, Any]:
     """
     if seqlen < 1:
         raise ValueError(f"`seqlen` must be >= 1, got {seqlen}")
-    reasons = _refusals(policy)
+    reasons = beyond_settings(policy, "skip_softmax")
+    if policy.border > 0:
+        reasons.append(f"prompts of any length skip, the policy's from {policy.border} keys: remove `dense_below`")
     layers = {layer: heads for layer, heads in head_rules(policy).items() if any(heads.values())}
     rules = {repr(rule): rule for heads in layers.values() for rule in heads.values()}
     if any(len(heads) < policy.model.q_heads for heads in layers.values()):
@@ -122,19 +125,6 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     written = json.dumps({**config, "sparse_attention_config": entry}, indent=2) + "\n"
     write_whole_file(out / "config.json", lambda file: file.write(written.encode()))
     return entry
-
-
-def _refusals(policy: Policy) -> list[str]:
-    reasons = []
-    if any(rule.phase == "decode" for rule in policy.rules):
-        reasons.append("there is no choice of pages while decoding: take the rules of phase decode out")
-    if policy.rollout != type(policy.rollout)():
-        reasons.append("there is no rollout: remove `rollout`")
-    if policy.guard is not None:
-        reasons.append("there is no guard: remove `guard`")
-    if policy.border > 0:
-        reasons.append(f"prompts of any length skip, the policy's from {policy.border} keys: remove `dense_below`")
-    return reasons
 
 
 def _share_of(rule: AttentionRule | None, policy: Policy, reasons: list[str]) -> float | None:

@@ -23,7 +23,6 @@ from dynaxx.lab.files import read_json, write_text
 from dynaxx.lab.report import sections as parts
 from dynaxx.lab.report.verdict import Verdict, change, duration, percent, times, verdict
 from dynaxx.policy import Policy
-from dynaxx.policy.explaining import explain_errors
 from dynaxx.printable import printable
 
 SAME = {
@@ -44,7 +43,7 @@ def mismatches(documents: dict[str, Any]) -> dict[str, str]:
     problems = {}
     if "policy" in documents:
         try:
-            known["policy"] = _digest_of(documents["policy"])
+            known["policy"] = policy_digest(Policy(**documents["policy"]))
         except ValueError as error:
             line = printable(str(error).partition("\n")[0], most=200)
             problems["policy"] = f"policy.json is no policy of this version ({line})."
@@ -62,16 +61,6 @@ def mismatches(documents: dict[str, Any]) -> dict[str, str]:
             continue
         known = {key: about[key] for key in ANCHORS.get(name, keys)} | known
     return problems
-
-
-def _digest_of(document: dict[str, Any]) -> str:
-    """Return the digest of a policy. Raises ValueError if it is none."""
-    from pydantic import ValidationError
-
-    try:
-        return policy_digest(Policy.model_validate(document))
-    except ValidationError as error:
-        raise ValueError(explain_errors(error)) from None
 
 
 FILES = {name: f"{name}.json" for name in ("profile", "analysis", "tuning", "policy", "validation")}

@@ -28,8 +28,7 @@ from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.tune.evidence import RATIO_ON
 from dynaxx.lab.validate.comparison import Comparison, has_sparse_rule
-from dynaxx.lab.validate.limits import checks_of
-from dynaxx.lab.validate.result import TaskScore, ValidationResult
+from dynaxx.lab.validate.result import TaskScore, ValidationResult, checks_of
 from dynaxx.lab.validate.tasks import make_samples
 from dynaxx.policy import Policy
 
