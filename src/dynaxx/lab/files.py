@@ -7,10 +7,10 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dynaxx import storage
 from dynaxx.forks import LockFile
@@ -32,10 +32,20 @@ def write_text(path: Path | str, text: str) -> Path:
         OutOfSpaceError: the disk is full; nothing was changed.
         OSError: there is no permission, no such folder and so on; nothing was changed.
     """
+    return write_file(path, lambda file: file.write(text.encode()))
+
+
+def write_bytes(path: Path | str, data: bytes) -> Path:
+    """Write a binary file in one step; return its path. Raises as `write_text` does."""
+    return write_file(path, lambda file: file.write(data))
+
+
+def write_file(path: Path | str, fill: Callable[[IO[bytes]], object]) -> Path:
+    """Write a binary file with `fill` in one step; return its path. Raises as `write_text` and `fill` do."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with explain_full_disk(path):
-        write_whole_file(path, lambda file: file.write(text.encode()))
+        write_whole_file(path, fill)
     return path
 
 
