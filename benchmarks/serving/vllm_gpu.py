@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import option_types
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -207,7 +209,7 @@ def run_engine(arguments: argparse.Namespace) -> None:
 
     result, folder, draw = Result(arguments.out), Path(tempfile.mkdtemp()), random.Random(0)
     cuda = torch.cuda.is_available()
-    lengths = [int(n) for n in arguments.lengths.split(",")]
+    lengths = arguments.lengths
     model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32")
     policy = save_policy(folder / "policy.json", arguments.shape, "sparse") if arguments.which == "dynaxx" else None
     options: dict[str, Any] = {"load_format": "dummy", "max_model_len": max(lengths) + 256, "max_num_seqs": 16}
@@ -268,7 +270,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", choices=("own", "dynaxx"))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
-    parser.add_argument("--lengths", default="1000,8192,32768,131072", help="of prompts, ascending")
+    parser.add_argument(
+        "--lengths",
+        type=option_types.several(option_types.count),
+        default="1000,8192,32768,131072",
+        help="of prompts, ascending",
+    )
     parser.add_argument("--chunk", type=int, default=0, help="tokens of a step, at most; vLLM's default by default")
     parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
     parser.add_argument("--profile", default="", help="a file for the kernels of one prompt")

@@ -27,6 +27,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import option_types
 from vllm_gpu import Result
 from vllm_serving import facts, serving
 from vllm_traffic import Server, one_at_a_time
@@ -124,7 +125,7 @@ def newest(folder: Path, known: set[Path], seconds: float = 100) -> Path | None:
 
 def profile(which: str, arguments: argparse.Namespace, result: Result) -> None:
     """Start a server and profile a prompt of each length."""
-    lengths = [int(each) for each in arguments.lengths.split(",")]
+    lengths = arguments.lengths
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         traces = Path(name) / "traces"
@@ -163,7 +164,9 @@ def main() -> None:
     parser.add_argument("--only", choices=("own", "dynaxx"), help="one of the two servers")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--max-model-len", type=int, default=131_328)
-    parser.add_argument("--lengths", default="32768,131072", help="prompts, in tokens")
+    parser.add_argument(
+        "--lengths", type=option_types.several(option_types.count), default="32768,131072", help="prompts, in tokens"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="prompts of each length without the profiler")
     parser.add_argument("--most", type=int, default=60, help="kernels to list")
     parser.add_argument("--keep", type=int, default=0, help="write so many kernels of each trace, in their order")

@@ -42,6 +42,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import option_types
 import vllm_soak
 from vllm_gpu import PAGE, Result, has_gpu, save_model, save_policy
 from vllm_traffic import Server, add_traffic_options, decoding, mixed, one_at_a_time
@@ -124,7 +125,7 @@ def facts(log: Path) -> dict[str, Any]:
 
 def measure(which: str, arguments: argparse.Namespace, result: Result, found: dict[str, Any]) -> None:
     """Start a server and take it through its parts."""
-    parts = arguments.parts.split(",")
+    parts = arguments.parts
     with tempfile.TemporaryDirectory() as made:
         folder, begun = Path(arguments.folder or made), time.monotonic()
         with serving(which, arguments, folder) as (server, running, log):
@@ -133,9 +134,7 @@ def measure(which: str, arguments: argparse.Namespace, result: Result, found: di
             result.add(**{which: found})
             wait_for(arguments.wait_for)
             if "alone" in parts:
-                found["alone"] = one_at_a_time(
-                    server, [int(each) for each in arguments.lengths.split(",")], arguments.repeats
-                )
+                found["alone"] = one_at_a_time(server, arguments.lengths, arguments.repeats)
                 result.add(**{which: found})
             if arguments.shares and which == "dynaxx":
                 found["alone by share"] = by_share(server, arguments, folder / "policy.json", log)
@@ -157,15 +156,14 @@ def measure(which: str, arguments: argparse.Namespace, result: Result, found: di
 def by_share(server: Server, arguments: argparse.Namespace, policy: Path, log: Path) -> dict[str, Any]:
     """Send prompts one at a time under policies with other shares of the blocks, which the server takes over."""
     found: dict[str, Any] = {}
-    for at, share in enumerate((*map(float, arguments.shares.split(",")), 0.1)):
+    for at, share in enumerate((*arguments.shares, 0.1)):
         save_policy(policy, arguments.shape, "sparse", share=share)
         time.sleep(3)  # the server looks every second
         if "rejected" in log.read_text(errors="replace"):
             found["error"] = f"the policy with a share of {share} was rejected; see {log}"
             break
         if share != 0.1:
-            lengths = [int(each) for each in arguments.lengths.split(",")]
-            long = [each for each in lengths if each > 10_000]
+            long = [each for each in arguments.lengths if each > 10_000]
             found[str(share)] = one_at_a_time(server, long, arguments.repeats, 1 + at)
     return found
 
@@ -290,9 +288,19 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("own", "dynaxx"), help="one of the two")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of each server, by name")
+    parser.add_argument(
+        "--parts",
+        type=option_types.several(option_types.one_of(PARTS), empty=True),
+        default=",".join(PARTS),
+        help="of each server, by name",
+    )
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
-    parser.add_argument("--shares", default="", help="of the blocks, for prompts sent again under other policies")
+    parser.add_argument(
+        "--shares",
+        type=option_types.several(option_types.share, empty=True),
+        default=[],
+        help="of the blocks, for prompts sent again under other policies",
+    )
     parser.add_argument("--max-model-len", type=int, default=131_328)
     parser.add_argument("--context", type=int, default=32_768, help="tokens of each sequence that decodes")
     parser.add_argument("--soak", type=float, default=0, help="minutes")
@@ -322,7 +330,7 @@ def main() -> None:
         except TimeoutError as error:
             found["error"] = str(error)
             result.add(**{which: found})
-        failed |= "error" in found or bool(found.get("failed"))
+        failed |= "error" in found or bool(found.get("failed") or found.get("soak", {}).get("failed"))
     raise SystemExit(failed)
 
 

@@ -27,6 +27,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import option_types
+
 EDGES = (0, 2048, 8192, 32_768, 1 << 30)  # of the classes of prompt lengths
 
 
@@ -191,7 +193,12 @@ def add_traffic_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shortest", type=int, default=1000, help="tokens of a prompt")
     parser.add_argument("--longest", type=int, default=64_000)
     parser.add_argument("--answer", type=int, default=32, help="tokens that each request generates")
-    parser.add_argument("--lengths", default="1000,8192,32768", help="prompts of the idle server, in tokens")
+    parser.add_argument(
+        "--lengths",
+        type=option_types.several(option_types.count),
+        default="1000,8192,32768",
+        help="prompts of the idle server, in tokens",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="requests of each length on the idle server")
 
 
@@ -207,7 +214,7 @@ def main() -> None:
     for url in arguments.urls:
         server = Server(url, arguments.model)
         server.wait(900)
-        alone = one_at_a_time(server, [int(each) for each in arguments.lengths.split(",")], arguments.repeats)
+        alone = one_at_a_time(server, arguments.lengths, arguments.repeats)
         reports[url] = {"alone": alone, "mixed": mixed(server, arguments), "failed": server.errors}
         failed |= bool(server.errors)
         print(json.dumps({url: reports[url]}, indent=1), flush=True)

@@ -21,7 +21,7 @@ asks for decoding instead: that many sequences together, by FLASH_ATTN and by de
 first page, the last 128 tokens and the best pages, the share of the pages in all. Engines import vLLM together and
 start one after the other; what `--out` has already is not measured again. `--start graphs` leaves out torch.compile and
 captures decoding alone; `--start eager` captures nothing. Engines apart are ended when `--seconds` are over, wherever
-they are.
+they are. The exit code is 1 if an engine ended before its answer.
 
 `--kernels LENGTHS` also profiles prompts of these lengths after the first round, in turns as well, and writes the time
 of their kernels by group and by name. Every prompt is written with the time at which it began, so that clocks and power
@@ -46,6 +46,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import option_types
 from vllm_gpu import PAGE, SHAPES, decoding, first_token, prompt, save_model, save_policy, sizes_of
 from vllm_profile import GROUPS, WHOLE, kernels_of, parts_of, summary
 from vllm_serving import bar, has_gpu, span, wait_for
@@ -237,7 +238,7 @@ class Engines:
 
 def fit(arguments: argparse.Namespace) -> None:
     """Set the longest sequence and the cache to what the prompts need, where they are not given."""
-    longest = max(int(each) for each in arguments.lengths.split(","))
+    longest = max(arguments.lengths)
     if arguments.sequences:  # early ones decode while late ones are prompts
         chunks = arguments.sequences * (arguments.context // arguments.chunk + 2)
         longest = arguments.context + chunks + arguments.steps
@@ -249,7 +250,7 @@ def fit(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Ask both engines in turns until the time is over."""
-    until, lengths = time.monotonic() + arguments.seconds, [int(each) for each in arguments.lengths.split(",")]
+    until, lengths = time.monotonic() + arguments.seconds, arguments.lengths
     engines = Engines(arguments)
     found: dict[str, Any] = {
         "starts": engines.started(),
@@ -261,7 +262,6 @@ def measure(arguments: argparse.Namespace) -> None:
     }
     print(found["starts"], f"{until - time.monotonic():.0f} s left", flush=True)
     wait_for(arguments.wait_for)
-    to_profile = [int(each) for each in arguments.kernels.split(",") if each]
 
     def ask(kind: str, turn: str, tokens: int) -> None:
         if kind == "runs":
@@ -270,8 +270,7 @@ def measure(arguments: argparse.Namespace) -> None:
         print(*(found[kind][-1] if kind != "kernels" else (turn, tokens, "profiled")), flush=True)
         Path(arguments.out).write_text(json.dumps(found))
 
-    asked = arguments.turns.split(",")
-    turns_of = lambda tokens: tuple(turn for turn in asked if tokens >= LONG or turn in TURNS[:2])
+    turns_of = lambda tokens: tuple(turn for turn in arguments.turns if tokens >= LONG or turn in TURNS[:2])
     for tokens in lengths:
         for turn in turns_of(tokens):
             if turn != "own" or tokens < 50_000:  # its kernels are the same at any length
@@ -279,7 +278,7 @@ def measure(arguments: argparse.Namespace) -> None:
     rounds = sorted(lengths) + lengths
     for at in range(10_000):
         if at == len(lengths):
-            for tokens in to_profile:
+            for tokens in arguments.kernels:
                 for turn in TURNS[:2]:
                     ask("kernels", turn, tokens)
         tokens = rounds[at % len(rounds)]
@@ -302,7 +301,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def measure_apart(arguments: argparse.Namespace) -> None:
     """Ask one engine after the other, each on the whole card."""
     until = time.monotonic() + arguments.seconds
-    lengths = [int(each) for each in arguments.lengths.split(",")]
+    lengths = arguments.lengths
     found: dict[str, Any] = {
         "starts": {},
         "imports": {},
@@ -314,7 +313,7 @@ def measure_apart(arguments: argparse.Namespace) -> None:
     }
     wanted: tuple[str, ...] = TURNS[:2]
     if arguments.sequences:
-        rules = [f"dynaxx {page} {share}" for page in arguments.pages.split(",") for share in arguments.read.split(",")]
+        rules = [f"dynaxx {page} {share}" for page in arguments.pages for share in arguments.read]
         found |= json.loads(Path(arguments.out).read_text()) if Path(arguments.out).exists() else {}
         wanted = tuple(which for which in ("own", *rules) if which not in found["decode"])
     engines = Engines(arguments, wanted)
@@ -341,7 +340,7 @@ def measure_apart(arguments: argparse.Namespace) -> None:
                 print(decode_row(found, which, arguments), flush=True)
             note()
             return
-        turns = [turn for turn in arguments.turns.split(",") if (turn == "own") == (which == "own")]
+        turns = [turn for turn in arguments.turns if (turn == "own") == (which == "own")]
         for tokens, turn in [(tokens, turn) for tokens in (0, *lengths) for turn in turns]:
             if (tokens or min(WARM, *lengths)) < LONG and turn not in TURNS[:2]:
                 continue
@@ -355,6 +354,7 @@ def measure_apart(arguments: argparse.Namespace) -> None:
             print(*found["runs"][-1], flush=True)
             note()
 
+    failed = False
     for which in wanted:
         if time.monotonic() > until - 30:
             break
@@ -362,8 +362,11 @@ def measure_apart(arguments: argparse.Namespace) -> None:
             take(which)
         except SystemExit as ended:  # the others may still work
             print(ended, flush=True)
+            failed = True
         engines.end(which)
     engines.end()
+    if failed:
+        raise SystemExit(1)
 
 
 def decode_rows(
@@ -466,15 +469,42 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300, help="of the program, with the start of the engines")
-    parser.add_argument("--lengths", default="131072,32768,8192,1000", help="prompts, in tokens")
-    parser.add_argument("--kernels", default="", help="lengths of prompts to profile after the first round, on a GPU")
+    parser.add_argument(
+        "--lengths",
+        type=option_types.several(option_types.count),
+        default="131072,32768,8192,1000",
+        help="prompts, in tokens",
+    )
+    parser.add_argument(
+        "--kernels",
+        type=option_types.several(option_types.count, empty=True),
+        default=[],
+        help="lengths of prompts to profile after the first round, on a GPU",
+    )
     parser.add_argument("--wait-for", default="", help="a file; prompts begin when it is there")
     parser.add_argument("--busy", type=int, default=0, help="processes that compute on the host at the end")
-    parser.add_argument("--turns", default="own,dynaxx,tenth", help=f"some of {', '.join(TURNS)}")
+    parser.add_argument(
+        "--turns",
+        type=option_types.several(option_types.one_of(TURNS)),
+        default="own,dynaxx,tenth",
+        help=f"some of {', '.join(TURNS)}",
+    )
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
-    parser.add_argument("--decode", default="", metavar="SEQUENCESxTOKENS", help="measure decoding; implies --apart")
-    parser.add_argument("--pages", default="16,64,128", help="sizes of pages for --decode, as 64 or 64/16")
-    parser.add_argument("--read", default="0.125", help="shares of the pages that decode rules read in all")
+    parser.add_argument(
+        "--decode", type=option_types.sequences, metavar="SEQUENCESxTOKENS", help="measure decoding; implies --apart"
+    )
+    parser.add_argument(
+        "--pages",
+        type=option_types.several(option_types.pages),
+        default="16,64,128",
+        help="sizes of pages for --decode, as 64 or 64/16",
+    )
+    parser.add_argument(
+        "--read",
+        type=option_types.several(option_types.share),
+        default="0.125",
+        help="shares of the pages that decode rules read in all",
+    )
     parser.add_argument("--quality", type=Path, metavar="FILE", help="of quality/decoding.py, for --tables of --decode")
     parser.add_argument("--steps", type=int, default=60, help="decoded tokens that are timed")
     parser.add_argument("--start", default="compile", choices=("compile", "graphs", "eager"))
@@ -501,7 +531,7 @@ def main() -> None:
         return
     if arguments.decode:
         arguments.apart = True
-        arguments.sequences, arguments.context = map(int, arguments.decode.split("x"))
+        arguments.sequences, arguments.context = arguments.decode
     fit(arguments)
     (measure_apart if arguments.apart else measure)(arguments)
 
