@@ -68,7 +68,7 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
         )
 
 
-def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use autograd: requires_grad, backward") -> None:
+def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use backward, and a batch for vmap") -> None:
     """Raise NotImplementedError if `torch.func`, forward mode or a tensor without memory reaches an operation."""
     if transforms_active():
         raise NotImplementedError(

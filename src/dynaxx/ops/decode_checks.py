@@ -153,7 +153,7 @@ def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
         ValueError, TypeError, UnsupportedInputError: like `sparse_decode`.
     """
     check_cache(cache)
-    refuse_transforms("`sparse_decode`", q)
+    refuse_transforms("`sparse_decode`", q, fix="pass the mapped dimension as the batch")
     form = None if q is None else (q.shape, q.dtype, q.device, q.layout)
     isa = os.environ.get(ISA_VARIABLE) if cache.device.type == "cpu" else None
     key = (cache.form, form, backend, isa)

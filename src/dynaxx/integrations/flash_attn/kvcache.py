@@ -109,7 +109,7 @@ def flash_attn_with_kvcache(
         TypeError: see `flash_attn_func`.
     """
     refuse("flash_attn_with_kvcache", alibi_slopes=alibi_slopes)
-    refuse_transforms("`flash_attn_with_kvcache`", q, k_cache, v_cache)
+    refuse_transforms("`flash_attn_with_kvcache`", q, k_cache, v_cache, fix="pass the mapped dimension as the batch")
     cap, (left, right) = softcap_of(softcap), check_window(window_size)
     if num_splits != 0:
         raise ValueError(f"`num_splits` must be 0, got {num_splits}: the kernel chooses the splits")

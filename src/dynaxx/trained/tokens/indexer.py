@@ -68,7 +68,9 @@ def index_tokens(
         ValueError, TypeError: inputs that do not fit together.
         UnsupportedInputError: no backend, or not the named one, can serve.
     """
-    refuse_transforms("`index_tokens`", index_q, index_k, index_weights)
+    refuse_transforms(
+        "`index_tokens`", index_q, index_k, index_weights, fix="choose outside of the transformed function"
+    )
     spans = _check_indexer(index_q, index_k, index_weights, cu_seqlens_q, cu_seqlens_k, choice.block_size)
     if precision not in ("fp32", "bf16", "fp8", "int8"):
         raise ValueError(f"`precision` must be 'fp32', 'bf16', 'fp8' or 'int8', got {precision!r}")

@@ -85,7 +85,7 @@ def attend_step(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of `selected_decode`, choose a backend, and return its out and lse."""
-    refuse_transforms("`selected_decode`", q)
+    refuse_transforms("`selected_decode`", q, fix="pass the mapped dimension as the batch")
     check_cache(cache)
     check_queries(q, cache)
     check_values(cache)
