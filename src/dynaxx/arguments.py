@@ -139,8 +139,9 @@ def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: d
             if isinstance(value, Tensor) and value.is_meta:
                 return f"`{name}` must be a plain tensor, got {META}"
             wanted = function.__annotations__[name]
-            wanted = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", wanted)
-            return f"`{name}` must be {wanted}, got {described(value)}"
+            wanted = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", str(wanted))
+            size = " of at most 64 bits" if "int" in wanted and _is_wide(value) else ""
+            return f"`{name}` must be {wanted}{size}, got {described(value)}"
     return None
 
 
@@ -193,8 +194,9 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Tensor:
         return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
     if hint is int:
-        whole = isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool)
-        return whole and -(2**63) <= int(value) < 2**63
+        return (
+            isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool) and not _is_wide(value)
+        )
     if hint is float:
         single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()  # see `number`
         return not _is_bool(value) and (single or isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat))
@@ -212,6 +214,13 @@ def _holds(value: Any, origin: type, of: tuple[Any, ...]) -> bool:
     if issubclass(origin, collections.abc.Sequence) and of:
         return all(fits(each, of[0]) for each in value)
     return True
+
+
+def _is_wide(value: Any) -> bool:
+    """Return whether an integer, or one of a list, needs more than 64 bits."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_wide, value))
+    return isinstance(value, numbers.Integral | torch.SymInt) and not -(2**63) <= int(value) < 2**63
 
 
 def _is_device(name: str) -> bool:

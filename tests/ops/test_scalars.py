@@ -105,3 +105,8 @@ def test_a_gradient_is_not_lost(name, call):
     for value in (torch.ones(2), "0.5", 1j, True, np.True_, torch.tensor(True)):
         with pytest.raises((TypeError, ValueError), match=r"`(softmax_)?" + name):
             run(value)
+
+
+def test_an_integer_of_more_than_64_bits_is_named():
+    with pytest.raises(TypeError, match="`seqlen_q` must be int of at most 64 bits, got 1180591620717411303424"):
+        dx.Causal().layout(2**70)
