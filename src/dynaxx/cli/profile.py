@@ -9,15 +9,7 @@ from typing import Annotated
 import typer
 
 from dynaxx.cli import options
-from dynaxx.cli.running import (
-    check_targets,
-    document_of,
-    load,
-    progress_of,
-    read_text,
-    renewed_report,
-    running,
-)
+from dynaxx.cli.running import check_targets, document_of, files_of, load, progress_of, read_text, running
 
 
 def profile(
@@ -51,7 +43,7 @@ def profile(
     """
     result = out and out / "profile.json"
     with running(as_json, threads, seed, resumes=result is not None) as finish:
-        from dynaxx.lab.files import state_of, write_result
+        from dynaxx.lab.files import state_of
         from dynaxx.lab.models import model_name
         from dynaxx.lab.profile.run import default_lengths, write_trace
         from dynaxx.lab.profile.run import profile as run_profile
@@ -72,7 +64,7 @@ def profile(
             state=result and state_of(result),
         )
         document = document_of(found, loaded.model, sample)
-        write = [lambda: write_result(result, document), *renewed_report(result.parent)] if result else []
+        write = files_of(result, document) if result else []
         if trace:
             write.append(lambda: write_trace(*loaded, sample, max(asked), trace))
         finish(document, found.summary(), write=write)

@@ -204,6 +204,13 @@ def renewed_report(folder: Path) -> list[Callable[[], Path]]:
     return [lambda: write_report(folder)] if (folder / "report.html").exists() else []
 
 
+def files_of(path: Path, document: dict[str, Any]) -> list[Callable[[], Path]]:
+    """Return what writes a result and the report beside it."""
+    from dynaxx.lab.files import write_result
+
+    return [lambda: write_result(path, document), *renewed_report(path.parent)]
+
+
 def progress_of(quiet: bool) -> Progress:
     """Return a progress display on stderr, or a silent one."""
     from dynaxx.lab.progress import make_progress

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynaxx.cli import options
-from dynaxx.cli.running import (
-    check_targets,
-    document_of,
-    load,
-    progress_of,
-    read_text,
-    renewed_report,
-    running,
-)
+from dynaxx.cli.running import check_targets, document_of, files_of, load, progress_of, read_text, running
 
 if TYPE_CHECKING:
     from dynaxx.lab.tasks.run import SuitePlan
@@ -73,7 +65,7 @@ def validate(
       dynaxx validate smollm2 run/policy.json --suite ruler --task-lengths 1024,4096 --task-samples 10
     """
     with running(as_json, threads, seed, resumes=True) as finish:
-        from dynaxx.lab.files import alone_in, state_of, write_result
+        from dynaxx.lab.files import alone_in, state_of
         from dynaxx.lab.kinds import kinds_of
         from dynaxx.lab.validate.run import check_sparse
         from dynaxx.lab.validate.run import validate as run_validation
@@ -101,8 +93,7 @@ def validate(
                 state=state_of(result),
             )
         document = document_of(found, loaded.model, sample, chosen)
-        write = [lambda: write_result(result, document), *renewed_report(result.parent)]
-        finish(document, found.summary(), ok=found.passed, write=write)
+        finish(document, found.summary(), ok=found.passed, write=files_of(result, document))
 
 
 def _plan(suite: str, lengths: tuple[int, ...], samples: int | None) -> SuitePlan | None:
