@@ -4,22 +4,27 @@
 import numpy as np
 import pytest
 
-from dynaxx.engines.portable.greedy import greedy
+from dynaxx.engines.portable.greedy import Greedy
 
 
-def start():
+class Counting(Greedy):
     """The next token of a sequence is its last plus one."""
-    return lambda tokens: np.eye(100)[tokens + 1]
+
+    def _start(self):
+        return lambda tokens: np.eye(100)[tokens + 1]
+
+
+greedy = Counting().generate
 
 
 def test_a_sequence_that_has_ended_stays_ended():
     ids = np.array([[3, 4], [0, 2], [7, 1]])
     mask = np.array([[1, 1], [0, 1], [1, 1]])
-    found = list(greedy(start, ids, 9, attention_mask=mask, eos=6))
+    found = list(greedy(ids, 9, attention_mask=mask, eos=6))
     assert np.stack(found, 1).tolist() == [[5, 6, 6, 6, 6], [3, 4, 5, 6, 6], [2, 3, 4, 5, 6]]
-    assert [row.tolist() for row in greedy(start, ids[:1], 3)] == [[5], [6], [7]]
-    assert list(greedy(start, ids, 0)) == []
-    assert [row.shape for row in greedy(start, ids[:0], 2)] == [(0,)]
+    assert [row.tolist() for row in greedy(ids[:1], 3)] == [[5], [6], [7]]
+    assert list(greedy(ids, 0)) == []
+    assert [row.shape for row in greedy(ids[:0], 2)] == [(0,)]
 
 
 @pytest.mark.parametrize(
@@ -32,4 +37,4 @@ def test_a_sequence_that_has_ended_stays_ended():
 )
 def test_prompts_that_are_none_are_refused(ids, mask, message):
     with pytest.raises(ValueError, match=message):
-        next(greedy(start, ids, 2, attention_mask=mask))
+        next(greedy(ids, 2, attention_mask=mask))

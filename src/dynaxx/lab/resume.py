@@ -153,12 +153,7 @@ class Steps:
             self._whole = True
 
     def _append(self, path: Path, line: bytes) -> None:
-        """Add a line to the file, or nothing: then the next step writes the file anew, with this one.
-
-        Raises:
-            OutOfSpaceError: the disk is full.
-            OSError: the file cannot be written.
-        """
+        """Add a line, or nothing and raise OSError: then the next step writes the file anew, with this one."""
         self._whole = False
         with explain_full_disk(path), path.open("ab", buffering=0) as file:
             before = file.tell()

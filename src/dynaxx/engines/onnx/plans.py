@@ -114,11 +114,7 @@ def _plan(plan: LayerPlan, border: int) -> OperatorPlan:
 
 
 def _program(pattern: Pattern, block_size: tuple[int, int], *, causal: bool = True) -> list[int]:
-    """Encode a pattern for every length.
-
-    Raises:
-        ValueError: it depends on the request in another way than by the last queries.
-    """
+    """Encode a pattern for every length. Raise ValueError if more than its last queries depends on the request."""
     found = []
     for seqlen in (LONG, LONG // 2):
         grid = BlockGrid(seqlen, seqlen, block_size, causal)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from dynaxx.arguments import typed
 from dynaxx.core import build
 from dynaxx.core.library import ISA_VARIABLE, load_core
 from dynaxx.engines.exporting import imported
-from dynaxx.engines.portable.greedy import Array, Step, greedy
+from dynaxx.engines.portable.greedy import Array, Greedy, Step
 from dynaxx.engines.portable.manifest import read_manifest
 
 
@@ -51,7 +50,7 @@ OLDEST_RUNTIME = (1, 20)
 SLOW_FUSIONS = ["SkipLayerNormFusion"]
 
 
-class OnnxModel:
+class OnnxModel(Greedy):
     """An exported model in ONNX Runtime on a CPU.
 
     Args:
@@ -107,37 +106,15 @@ class OnnxModel:
         logits, *grown = session.run(None, dict(zip(names, [input_ids, *cache], strict=True)))
         return logits, grown
 
-    def generate(
-        self,
-        input_ids: Array,
-        max_new_tokens: int,
-        *,
-        attention_mask: Array | None = None,
-        eos: int | None = None,
-    ) -> Iterator[Array]:
-        """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all sequences have ended.
+    def _start(self) -> Step:
+        cache: list[Array] | None = None
 
-        Args:
-            input_ids: prompts (batch, seqlen) int64, padded on any side.
-            max_new_tokens: the maximum.
-            attention_mask: (batch, seqlen), 0 for padding. Prompts of one length run together.
-            eos: token that ends a sequence, and that it yields from then on.
+        def step(tokens: Array) -> Array:
+            nonlocal cache
+            logits, cache = self.step(tokens, cache)
+            return logits
 
-        Raises:
-            ValueError: the mask is not for these prompts, or shows nothing of one.
-        """
-
-        def start() -> Step:
-            cache: list[Array] | None = None
-
-            def step(tokens: Array) -> Array:
-                nonlocal cache
-                logits, cache = self.step(tokens, cache)
-                return logits
-
-            return step
-
-        return greedy(start, input_ids, max_new_tokens, attention_mask=attention_mask, eos=eos)
+        return step
 
     def _empty(self, session: Any, batch: int) -> list[Array]:
         types = {"tensor(float)": np.float32, "tensor(float16)": np.float16}

@@ -85,12 +85,7 @@ def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: s
 
 
 def _check(policy: Policy, nodes: list[Any]) -> None:
-    """Check a policy against the attention nodes of a model.
-
-    Raises:
-        PolicyError: the shapes differ.
-        UnsupportedInputError: OpenVINO cannot run the policy.
-    """
+    """Raise PolicyError or UnsupportedInputError if a policy is not for a model with these attention nodes."""
     facts, reasons = policy.model, []
     if not nodes:
         reasons.append(f"the model has no {ATTENTION} node: convert it with to_openvino, or from SDPA attention")

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,10 @@ def build_engines(
             sizes[graph] = len(engine)
         result = {"engines": sizes, "compute_capability": list(settings.compute_capability)}
         result["tensorrt_rtx"] = str(trt.__version__)
-        written = {**manifest, "format": "dynaxx.tensorrt", **result, "shapes": _shapes(settings)}
+        shapes = {name: size for name, size in asdict(settings).items() if name != "compute_capability"}
+        written = {**manifest, "format": "dynaxx.tensorrt", **result, "shapes": shapes}
         (unfinished / MANIFEST).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return result
-
-
-def _shapes(settings: EngineSettings) -> dict[str, int]:
-    return {name: getattr(settings, name) for name in ("max_batch", "max_prompt", "max_cache")}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -90,11 +90,7 @@ OPERATORS = getattr(trtp.op, NAMESPACE)
 
 
 def _out_of(plugin: str, q: Any, k: Any, v: Any) -> Any:
-    """Return the descriptor of out: that of q, with the head_dim of v.
-
-    Raises:
-        ValueError: a rank or dtype that the kernels do not serve.
-    """
+    """Return the descriptor of out: that of q, with the head_dim of v. Raise ValueError for other ranks and dtypes."""
     _check(plugin, (q, k, v))
     out = q.like()
     out.shape_expr[3] = v.shape_expr[3]

@@ -117,11 +117,7 @@ class TritonPythonModel:
         return TextStream(decode)
 
     def _prompt(self, request: Any, answer: _Answer) -> Prompt:
-        """Read a request's tensors.
-
-        Raises:
-            ValueError: a tensor is invalid.
-        """
+        """Read a request's tensors. Raise ValueError if one is invalid."""
         text, ids = _read(request, "text_input"), _read(request, "input_ids")
         if (text is None) == (ids is None):
             raise ValueError("a request must have `text_input` or `input_ids`, and not both")
@@ -241,11 +237,7 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 def _read(request: Any, name: str) -> Any:
-    """Return an input of one prompt, or None if it was not sent.
-
-    Raises:
-        ValueError: the input holds several prompts.
-    """
+    """Return an input of one prompt, or None if it was not sent. Raise ValueError for several prompts."""
     tensor = _utils().get_input_tensor_by_name(request, name)
     if tensor is None:
         return None

@@ -108,11 +108,7 @@ def _hook(stack: ExitStack, clock: PartClock, module: nn.Module, part: str, labe
 
 @contextmanager
 def _timed_core(model: Any, clock: PartClock) -> Iterator[None]:
-    """Route attention through a wrapper that times the model's implementation.
-
-    Raises:
-        ValueError: the model does not use transformers' attention interface, so the function cannot be wrapped.
-    """
+    """Time the model's attention. Raise ValueError if it does not use transformers' attention interface."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

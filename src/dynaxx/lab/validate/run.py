@@ -167,7 +167,7 @@ def _set_up(
     window = _window(tokens, border + 1 if sparse else 0, limit, len(ids))
     longest = min(limit, len(ids))
     lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest) if sparse else ()
-    task_tokens = _task_tokens(window, border)
+    task_tokens = max(border, min(window, TASK_TOKENS))
     samples = [] if suite else make_samples(tokenizer, ids, task_tokens, TASK_SAMPLES, seed)
     others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
     if suite is not None:
@@ -216,11 +216,6 @@ def _window(tokens: int | None, least: int, limit: int, given: int) -> int:
             + (more if given < least else f"`tokens` must be at least {least:,}")
         )
     return window
-
-
-def _task_tokens(window: int, border: int) -> int:
-    """Return the length of the retrieval tasks."""
-    return max(border, min(window, TASK_TOKENS))
 
 
 def _tuned_kinds(policy: Policy) -> tuple[str, ...]:
