@@ -20,6 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+import dynaxx
 from dynaxx.arguments import typed
 from dynaxx.engines.exporting import beyond_settings
 from dynaxx.errors import UnsupportedInputError
@@ -72,9 +73,7 @@ def sparse_attention_config(policy: Policy, *, seqlen: int) -> dict[str, Any]:
         group["ignore"] = dense
     group["threshold_scale_factor"] = {"formula": FORMULA, "prefill": {"a": share * seqlen, "b": 0.0}}
     group["target_sparsity"] = {"prefill": TARGET}
-    from dynaxx import __version__
-
-    return {"config_groups": {"group_0": group}, "producer": {"name": "dynaxx", "version": __version__}}
+    return {"config_groups": {"group_0": group}, "producer": {"name": "dynaxx", "version": dynaxx.__version__}}
 
 
 @typed

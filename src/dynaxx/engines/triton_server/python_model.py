@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ import transformers
 from dynaxx.engines.triton_server.generation import Limits, Prompt, TextStream, batches, generate
 from dynaxx.engines.triton_server.metrics import TritonMetrics
 from dynaxx.integrations.transformers import apply
+from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.policy import load_policy
-
-if TYPE_CHECKING:
-    from dynaxx.integrations.transformers.handle import Handle
 
 DEFAULT_MAX_TOKENS = 128
 WARM_UP_TOKENS = 1024
@@ -60,7 +58,7 @@ class TritonPythonModel:
         self._limits = Limits(self._model)
         file = folder / "policy.json"
         policy = load_policy(file) if file.exists() else None
-        self._handle = cast("Handle", apply(self._model, policy, name=args["model_name"]))
+        self._handle = cast(Handle, apply(self._model, policy, name=args["model_name"]))
         if policy is not None:
             self._handle.follow(file, interval=float(value("follow_seconds")))
         self._warm_up()

@@ -9,6 +9,7 @@ for a fact about its designer, which is in another passage.
 from __future__ import annotations
 
 import random
+from itertools import cycle
 
 from dynaxx.lab.tasks.example import Example, TaskDefinition
 from dynaxx.lab.tasks.haystack import ADJECTIVES, NOUNS, Haystack
@@ -43,7 +44,7 @@ class _World:
         rng.shuffle(names)
         self.people = [
             (name if i < len(names) else f"{name} ({i // len(names) + 1})")
-            for i, name in enumerate(_again(names, people))
+            for i, name in zip(range(people), cycle(names), strict=False)
         ]
         self.city = [rng.choice(CITIES) for _ in self.people]
         self.field = [rng.choice(FIELDS) for _ in self.people]
@@ -65,10 +66,6 @@ class _World:
             f"{self.building[i]}\nThe {self.building[i]} was designed by {self.people[i]} and opened in "
             f"{self.year[i] + 40}. {self.filler[2 * i + 1]}"
         )
-
-
-def _again(names: list[str], count: int) -> list[str]:
-    return [names[i % len(names)] for i in range(count)]
 
 
 def one_passage(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:

@@ -203,6 +203,8 @@ class Search(Finding):
         budgets = chosen.candidate.budgets if chosen else dense
         best = self.uniform.best if self.uniform else None
         options, parameter = self.options, next(self.model.parameters())
+        given: dict[str, Any] = dict(tolerance=options.tolerance, tokens=options.tokens, kinds=options.kinds)
+        given |= dict(hold=options.hold, block_size=self.block_size, seed=options.seed)
         result = TuneResult(
             model=options.name,
             tokens=options.tokens,
@@ -225,13 +227,10 @@ class Search(Finding):
             why=outcome.why,
             advice=outcome.advice,
             busy=any(timing.busy for timing in timings),
+            about=about(self.model, self.text, **given),
         )
         dtype = str(parameter.dtype).removeprefix("torch.")
-        result = with_evidence(result, outcome.border or 0, parameter.device.type, dtype, longest_prompt(self.model))
-        given: dict[str, Any] = dict(tolerance=options.tolerance, tokens=options.tokens, kinds=options.kinds)
-        given |= dict(hold=options.hold)
-        digests = about(self.model, self.text, **given, block_size=self.block_size, seed=options.seed)
-        return dataclasses.replace(result, about=digests)
+        return with_evidence(result, outcome.border or 0, parameter.device.type, dtype, longest_prompt(self.model))
 
     def _finished(self, result: TuneResult, task: Task) -> TuneResult:
         """Return the result with decode rules and a reference, as far as they are wanted and time allows."""
