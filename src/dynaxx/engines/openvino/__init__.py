@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenVINO: convert a model, run a policy inside it, and convert a policy to OpenVINO GenAI's settings."""
 
-from dynaxx.engines.openvino.cached import OpenVinoGenerator
-from dynaxx.engines.openvino.convert import to_openvino
+from dynaxx.engines.openvino.convert import OpenVinoGenerator, to_openvino
 from dynaxx.engines.openvino.export import export_openvino, load_openvino
 from dynaxx.engines.openvino.genai import GenAiSparseAttention, sparse_attention_config
 from dynaxx.engines.openvino.insert import OpenVinoPrompts, insert_policy

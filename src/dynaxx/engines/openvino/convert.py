@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`to_openvino`: convert a transformers decoder to an OpenVINO model for prompts of any length.
+"""`to_openvino`: convert a transformers decoder to an OpenVINO model, and `OpenVinoGenerator`: run it with a cache.
 
-With a cache, the cache is OpenVINO's state, one variable per layer for keys and one for values:
+The cache is OpenVINO's state, one variable per layer for keys and one for values:
 
     input_ids -> layer N: ReadValue -> Concat(past, new) -> attention -> logits
                                             |
@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from dynaxx.arguments import typed
 from dynaxx.engines.exporting import check_exportable, imported
 from dynaxx.engines.portable import PortableModel
+from dynaxx.engines.portable.greedy import Array, Greedy, Step
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.decoder import Decoder, window_of
 
@@ -168,3 +169,37 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
     """Repeat each kv head `groups` times, (B, H, M, D) to (B, H * groups, M, D)."""
     batch, heads, seqlen, head_dim = x.shape
     return x[:, :, None].expand(batch, heads, groups, seqlen, head_dim).reshape(batch, heads * groups, seqlen, head_dim)
+
+
+class OpenVinoGenerator(Greedy):
+    """Generate tokens with a compiled model that has a cache, from `to_openvino(model, cache=True)`.
+
+    Args:
+        compiled: the result of `openvino.Core.compile_model`.
+
+    Raises:
+        ValueError: the model has no cache.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self._request = compiled.create_infer_request()
+        if not self._request.query_state():
+            raise ValueError("`compiled` must have a cache: convert it with to_openvino(model, cache=True)")
+
+    def reset(self) -> None:
+        """Empty the cache."""
+        self._request.reset_state()
+
+    def step(self, input_ids: Array | Tensor) -> Array:
+        """Run tokens (batch, seqlen) after those in the cache, and return the logits.
+
+        A prompt may come in parts. The cache keeps the batch size of its first tokens until `reset`.
+        """
+        ids = np.ascontiguousarray(np.asarray(input_ids, dtype=np.int64))
+        if ids.ndim != 2 or not ids.size:
+            raise ValueError(f"`input_ids` must be (batch, seqlen) with one token or more, got {ids.shape}")
+        return np.array(self._request.infer({"input_ids": ids})["logits"])
+
+    def _start(self) -> Step:
+        return OpenVinoGenerator(self._compiled).step

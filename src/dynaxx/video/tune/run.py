@@ -22,8 +22,8 @@ from dynaxx.policy import Evidence, MeasuredOn, policy_text
 from dynaxx.selection import MeanPool, MeanQuery
 from dynaxx.video.policy import VideoPolicy, VideoRule
 from dynaxx.video.tune.costs import Case, Space, policy_of, ranges_of, run_with
-from dynaxx.video.tune.sampling import Sample, Sampler, psnr, relative_error, ssim
-from dynaxx.video.tune.search import Search, Trial, trial
+from dynaxx.video.tune.sampling import Sample, Sampler
+from dynaxx.video.tune.search import Search, Trial, compared, trial
 
 SHOWN = 4  # frames
 STYLE = Path(dynaxx.lab.report.__file__).parent / "templates" / "report.css"
@@ -202,20 +202,8 @@ def validate(
 ) -> tuple[dict[str, float], Pictures | None]:
     """Return means of density, PSNR, error and, of decoded frames, PSNR and SSIM; and the first case's frames."""
     made = [run_with(sampler, policy, case, decode=True) for case in cases]
-    rows = []
-    for (found, density), expected in zip(made, dense, strict=True):
-        row = {
-            "density": density,
-            "psnr": psnr(found.latents, expected.latents),
-            "error": relative_error(found.latents, expected.latents),
-        }
-        if found.frames is not None and expected.frames is not None:
-            row["frames_psnr"] = psnr(found.frames, expected.frames)
-            row["ssim"] = ssim(found.frames, expected.frames)
-        rows.append(row)
-    means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     first, other = made[0][0].frames, dense[0].frames
-    return means, None if first is None or other is None else Pictures(other, first)
+    return compared(made, dense), None if first is None or other is None else Pictures(other, first)
 
 
 def measured_on(sampler: Sampler) -> MeasuredOn:

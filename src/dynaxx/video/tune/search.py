@@ -15,7 +15,7 @@ from dynaxx.lab.tune.costs import Allocator
 from dynaxx.patterns import Full
 from dynaxx.video.policy import VideoPolicy, VideoRule
 from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, run_with
-from dynaxx.video.tune.sampling import MAX_PSNR, Sample, Sampler, psnr, relative_error
+from dynaxx.video.tune.sampling import MAX_PSNR, Sample, Sampler, psnr, relative_error, ssim
 
 TRUSTS = (0.5, 0.0, 1.0)  # how far differences between cells are trusted; the latents decide
 PROBE = 0.15  # density at which a search chooses how to share residuals
@@ -157,12 +157,21 @@ def _tempered(loss: Tensor, trust: float) -> Tensor:
 
 def trial(sampler: Sampler, policy: VideoPolicy, cases: Sequence[Case], dense: Sequence[Sample]) -> Trial:
     """Run a policy on some cases, and compare its latents with the dense ones."""
-    made = [run_with(sampler, policy, case) for case in cases]
-    pairs = [(found.latents, expected.latents) for (found, _), expected in zip(made, dense, strict=True)]
-    mean = lambda values: sum(values) / len(cases)
-    return Trial(
-        mean([density for _, density in made]),
-        mean([psnr(*pair) for pair in pairs]),
-        mean([relative_error(*pair) for pair in pairs]),
-        policy,
-    )
+    found = compared([run_with(sampler, policy, case) for case in cases], dense)
+    return Trial(found["density"], found["psnr"], found["error"], policy)
+
+
+def compared(made: Sequence[tuple[Sample, float]], dense: Sequence[Sample]) -> dict[str, float]:
+    """Return means over results, each with its density: density, PSNR, error, and PSNR and SSIM of decoded frames."""
+    rows = []
+    for (found, density), expected in zip(made, dense, strict=True):
+        row = {
+            "density": density,
+            "psnr": psnr(found.latents, expected.latents),
+            "error": relative_error(found.latents, expected.latents),
+        }
+        if found.frames is not None and expected.frames is not None:
+            row["frames_psnr"] = psnr(found.frames, expected.frames)
+            row["ssim"] = ssim(found.frames, expected.frames)
+        rows.append(row)
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
