@@ -25,19 +25,12 @@ SCORERS = {MeanQuery: 0, MeanPool: 1, MinMax: 2}  # as in source/layer_rules.h
 
 
 class OperatorPlan(NamedTuple):
-    """The attributes of one layer's operator.
+    """The attributes of one layer's operator."""
 
-    Attributes:
-        plan: the encoded rules, or () if all keys are visible.
-        sparse_from: number of keys from which the rules apply.
-        always: whether the rules apply at every length and in decoding, as a model's own window does.
-        rule: readable form of the rules.
-    """
-
-    plan: tuple[int, ...] = ()
-    sparse_from: int = 0
-    always: bool = False
-    rule: str = "all keys"
+    plan: tuple[int, ...] = ()  # the encoded rules, or () if all keys are visible
+    sparse_from: int = 0  # number of keys from which the rules apply
+    always: bool = False  # whether the rules apply at every length and in decoding, as a model's own window does
+    rule: str = "all keys"  # readable form of the rules
 
 
 def operator_plans(

@@ -57,9 +57,7 @@ class Arguments(NamedTuple):
     q: Tensor  # (batch, seqlen_q, q_heads, head_dim)
     k: Tensor  # (batch, seqlen_k, kv_heads, head_dim)
     v: Tensor  # (batch, seqlen_k, kv_heads, head_dim_v)
-    mask: (
-        Tensor | None
-    )  # broadcasts to (batch, q_heads, seqlen_q, seqlen_k), bool or additive; None: causal, bottom-right
+    mask: Tensor | None  # broadcasts to (batch, q_heads, seqlen_q, seqlen_k), bool or additive; None: causal
     out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), written by the call
     scale: float
 

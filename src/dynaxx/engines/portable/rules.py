@@ -43,19 +43,12 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherRule:
-    """A static rule that shows each query block a fixed number of keys at every length.
+    """A static rule that shows each query block a fixed number of keys at every length."""
 
-    Attributes:
-        node: the rule as a tree.
-        reach: where its pairs lie.
-        block_size: (q_block, kv_block), which rules on whole blocks depend on.
-        sees_itself: whether every query sees its own key, so that no row is empty.
-    """
-
-    node: Node
-    reach: Reach
-    block_size: tuple[int, int]
-    sees_itself: bool
+    node: Node  # the rule as a tree
+    reach: Reach  # where its pairs lie
+    block_size: tuple[int, int]  # (q_block, kv_block), which rules on whole blocks depend on
+    sees_itself: bool  # whether every query sees its own key, so that no row is empty
 
     @classmethod
     def of(cls, pattern: Pattern, block_size: tuple[int, int], *, causal: bool) -> GatherRule:

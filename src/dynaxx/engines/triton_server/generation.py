@@ -21,23 +21,14 @@ _unnamed = itertools.count()
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request.
+    """One request."""
 
-    Attributes:
-        ids: token ids, at least one.
-        max_tokens: maximum number of new tokens, at least one.
-        temperature: 0 selects the most likely token; above 0, tokens are sampled.
-        top_p: sample from the smallest set of tokens with this total probability.
-        seed: seed of the sampling; None samples differently each time.
-        id: request id, for a policy that is rolled out to a share of the requests.
-    """
-
-    ids: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    id: str = ""
+    ids: tuple[int, ...]  # token ids, at least one
+    max_tokens: int  # maximum number of new tokens, at least one
+    temperature: float = 0.0  # 0 selects the most likely token; above 0, tokens are sampled
+    top_p: float = 1.0  # sample from the smallest set of tokens with this total probability
+    seed: int | None = None  # of the sampling; None samples differently each time
+    id: str = ""  # request id, for a policy that is rolled out to a share of the requests
 
 
 class Receiver(Protocol):

@@ -42,9 +42,7 @@ class MapStatistics:
     by_vertical: Tensor  # (N,) mass on each key, without distances below LOCAL_TOKENS and the first SINK_TOKENS keys
     sink_mass: float  # mass on the first SINK_TOKENS keys
     entropy: float  # mean over rows, nats
-    heatmap: (
-        Tensor  # (cells, cells), cells <= 64: share of a row's attention in a range of keys, mean over a range of rows
-    )
+    heatmap: Tensor  # (cells, cells), cells <= 64: mean share of a row's attention in a range of keys
 
 
 def sampled_blocks(seqlen: int, block_size: int) -> Tensor:

@@ -15,19 +15,12 @@ Grade = Literal["all", "any", "ratio", "f1"]
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and its answers.
+    """One prompt and its answers."""
 
-    Attributes:
-        context: the text before the question: instructions and the haystack with its facts.
-        question: the end of the prompt: the question and the beginning of the answer.
-        answers: the answers in a correct continuation, in the order of `pieces`.
-        pieces: the correct continuation, divided so that piece i ends with answer i.
-    """
-
-    context: str
-    question: str
-    answers: tuple[str, ...]
-    pieces: tuple[str, ...]
+    context: str  # the text before the question: instructions and the haystack with its facts
+    question: str  # the end of the prompt: the question and the beginning of the answer
+    answers: tuple[str, ...]  # the answers in a correct continuation, in the order of `pieces`
+    pieces: tuple[str, ...]  # the correct continuation, divided so that piece i ends with answer i
 
     def __post_init__(self) -> None:
         """Check that each answer ends its piece of the text."""

@@ -14,22 +14,14 @@ KINDS = {"words": "word", "numbers": "number", "uuids": "UUID"}
 
 @dataclass(frozen=True)
 class Needles:
-    """RULER's settings of a needle task.
+    """RULER's settings of a needle task."""
 
-    Attributes:
-        haystack: "repeat" is one repeated line, "essay" is real text, and "needle" is needles with other keys.
-        key, value: "words", "numbers" or "uuids".
-        keys: number of keys in the text.
-        values: number of values of each key.
-        queries: number of keys in the question.
-    """
-
-    haystack: str = "essay"
-    key: str = "words"
-    value: str = "numbers"
-    keys: int = 1
-    values: int = 1
-    queries: int = 1
+    haystack: str = "essay"  # "repeat": one repeated line, "essay": real text, "needle": needles with other keys
+    key: str = "words"  # "words", "numbers" or "uuids"
+    value: str = "numbers"  # the same
+    keys: int = 1  # number of keys in the text
+    values: int = 1  # number of values of each key
+    queries: int = 1  # number of keys in the question
 
     def __call__(self, rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
         """Hide needles in a haystack of `size` sentences, lines or needles."""

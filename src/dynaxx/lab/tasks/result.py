@@ -55,34 +55,20 @@ def share_of(values: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One task at one length.
-
-    Attributes:
-        task: name.
-        tokens: length of the prompts with their answers.
-        samples: prompts.
-        dense_match, sparse_match: share of the answers that greedy decoding finds.
-        dense_logprob, sparse_logprob: nats per answer token.
-        drop: dense minus sparse log-probability of the same prompts.
-        context_gain: dense log-probability with the context minus without it.
-        preference: dense log-probability of the correct answers minus that of other samples' answers after the same
-            prompt; None if there are none.
-        verdict: whether the policy passes the task; "unclear" if there are too few samples to decide.
-        why: explanation of the verdict.
-    """
+    """One task at one length."""
 
     task: str
-    tokens: int
-    samples: int
-    dense_match: Interval
+    tokens: int  # length of the prompts with their answers
+    samples: int  # prompts
+    dense_match: Interval  # share of the answers that greedy decoding finds
     sparse_match: Interval
-    dense_logprob: float
+    dense_logprob: float  # nats per answer token
     sparse_logprob: float
-    drop: Interval
-    context_gain: Interval
-    verdict: Verdict
-    why: str
-    preference: Interval | None = None
+    drop: Interval  # dense minus sparse log-probability of the same prompts
+    context_gain: Interval  # dense log-probability with the context minus without it
+    verdict: Verdict  # whether the policy passes the task; "unclear" if there are too few samples to decide
+    why: str  # explanation of the verdict
+    preference: Interval | None = None  # log-probability of correct minus wrong answers, dense; None without wrong ones
 
 
 @dataclass(frozen=True)

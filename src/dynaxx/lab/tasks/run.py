@@ -20,19 +20,12 @@ SAMPLES = 5
 
 @dataclass(frozen=True)
 class SuitePlan:
-    """Tasks, lengths and number of samples of a suite.
+    """Tasks, lengths and number of samples of a suite."""
 
-    Attributes:
-        tasks: names of tasks and suites.
-        lengths: prompt lengths in tokens.
-        samples: number of prompts for each task and length.
-        generate: continue greedy decoding after a wrong token, to grade the generated text.
-    """
-
-    tasks: tuple[str, ...] = ("ruler",)
-    lengths: tuple[int, ...] = LENGTHS
-    samples: int = SAMPLES
-    generate: bool = True
+    tasks: tuple[str, ...] = ("ruler",)  # names of tasks and suites
+    lengths: tuple[int, ...] = LENGTHS  # prompt lengths in tokens
+    samples: int = SAMPLES  # number of prompts for each task and length
+    generate: bool = True  # continue greedy decoding after a wrong token, to grade the generated text
 
     def __post_init__(self) -> None:
         """Check the names of the tasks, the number of samples and the lengths."""

@@ -30,17 +30,11 @@ BEGINNING = 8  # letters that a "ratio" answer must begin with
 
 @dataclass(frozen=True)
 class TaskAnswer:
-    """Score of a model on one sample.
+    """Score of a model on one sample."""
 
-    Attributes:
-        logprob: mean log-probability of the answer's tokens in nats.
-        match: grade of the greedily decoded text, 0 to 1.
-        others: mean log-probability of wrong answers after the same prompt, None if there are none.
-    """
-
-    logprob: float
-    match: float
-    others: float | None = None
+    logprob: float  # mean log-probability of the answer's tokens in nats
+    match: float  # grade of the greedily decoded text, 0 to 1
+    others: float | None = None  # mean log-probability of wrong answers after the same prompt, None if there are none
 
 
 @torch.no_grad()

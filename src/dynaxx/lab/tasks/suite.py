@@ -33,25 +33,15 @@ FITTED = 0.01  # a prompt may be shorter than requested by this share, in additi
 
 @dataclass(frozen=True)
 class TaskSample:
-    """One prompt of a task as tokens.
-
-    Attributes:
-        task: name.
-        tokens: the requested length, which includes the prompt and the generated tokens.
-        prompt: (1, n) int64.
-        question: (1, m) int64, the last tokens of the prompt, which contain the question.
-        answer: (a,) int64, the correct continuation.
-        ends: number of tokens of `answer` up to the end of each answer.
-        answers: the answers as text.
-    """
+    """One prompt of a task as tokens."""
 
     task: str
-    tokens: int
-    prompt: Tensor
-    question: Tensor
-    answer: Tensor
-    ends: tuple[int, ...]
-    answers: tuple[str, ...]
+    tokens: int  # the requested length, which includes the prompt and the generated tokens
+    prompt: Tensor  # (1, n) int64
+    question: Tensor  # (1, m) int64, the last tokens of the prompt, which contain the question
+    answer: Tensor  # (a,) int64, the correct continuation
+    ends: tuple[int, ...]  # number of tokens of `answer` up to the end of each answer
+    answers: tuple[str, ...]  # the answers as text
 
 
 def named_tasks(names: Sequence[str]) -> tuple[str, ...]:

@@ -45,20 +45,13 @@ ERRORS = 2  # standard errors added to the rise of perplexity before the compari
 
 @dataclass(frozen=True)
 class DecodeTrial:
-    """One mean share of pages: ratios of perplexities to dense decoding, and whether both passed.
+    """One mean share of pages: ratios of perplexities to dense decoding, and whether both passed."""
 
-    Attributes:
-        share: mean share of the pages.
-        ratio, error: ratio on real text, and its standard error.
-        passed: whether both ratios plus `ERRORS` errors are within the tolerance.
-        written_ratio, written_error: the same on text that the dense model generated.
-    """
-
-    share: float
-    ratio: float
-    error: float
-    passed: bool
-    written_ratio: float = 1.0
+    share: float  # mean share of the pages
+    ratio: float  # on real text
+    error: float  # standard error of the ratio
+    passed: bool  # whether both ratios plus `ERRORS` errors are within the tolerance
+    written_ratio: float = 1.0  # on text that the dense model generated
     written_error: float = 0.0
 
 

@@ -46,31 +46,20 @@ class TaskTrial:
 class Trial:
     """One evaluated budget.
 
-    Attributes:
-        density: measured mean density over sparse heads.
-        perplexity: perplexity under the budget.
-        ratio: perplexity over dense perplexity; the geometric mean over the kinds of text.
-        error: standard error of the ratio.
-        passed: whether the ratio plus twice its error is within the tolerance on every kind of text, and every task
-            passes.
-        tokens: number of evaluated tokens.
-        kinds: the same figures for each kind of text, if there are several. A trial that fails ends at the kind that
-            fails.
-        tasks: results of the tasks that must pass.
-        aim: density that the texts for costs predict for the budgets, which orders the trials of a search.
-        decided: whether the trial failed or passed clearly, or used all of its text, before time ended.
+    It passes if the ratio plus twice its error is within the tolerance on every kind of text, and every task passes.
+    A trial that fails ends at the kind that fails.
     """
 
-    density: float
-    perplexity: float
-    ratio: float
-    error: float
+    density: float  # measured mean density over sparse heads
+    perplexity: float  # perplexity under the budget
+    ratio: float  # perplexity over dense perplexity; the geometric mean over the kinds of text
+    error: float  # standard error of the ratio
     passed: bool
-    tokens: int = 0
-    kinds: tuple[KindTrial, ...] = ()
-    tasks: tuple[TaskTrial, ...] = ()
-    aim: float = 0.0
-    decided: bool = True
+    tokens: int = 0  # number of evaluated tokens
+    kinds: tuple[KindTrial, ...] = ()  # the same figures for each kind of text, if there are several
+    tasks: tuple[TaskTrial, ...] = ()  # results of the tasks that must pass
+    aim: float = 0.0  # density that the texts for costs predict for the budgets, which orders the trials of a search
+    decided: bool = True  # whether it failed or passed clearly, or used all of its text, before time ended
 
     def __post_init__(self) -> None:
         """Use the measured density as the aim if none was recorded."""
@@ -85,18 +74,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class HeldOutKind:
-    """Result of a policy, tuned on all kinds of text except one, on the excluded kind.
+    """Result of a policy, tuned on all kinds of text except one, on the excluded kind."""
 
-    Attributes:
-        kind: the excluded kind.
-        density: density, on the excluded kind, of the sparsest budgets that pass on all others, or None if none pass.
-        ratio, error, passed: results on the excluded kind; None and False if no budgets were found, also for lack of
-            time.
-    """
-
-    kind: str
-    density: float | None
-    ratio: float | None = None
+    kind: str  # the excluded kind
+    density: float | None  # of the sparsest budgets that pass on all others; None if none pass
+    ratio: float | None = None  # None if no budgets were found, also for lack of time
     error: float | None = None
     passed: bool = False
 

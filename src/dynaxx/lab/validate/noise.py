@@ -17,17 +17,11 @@ from dynaxx.lab.texts import float64
 
 @dataclass(frozen=True)
 class Noise:
-    """Relative changes of the dense model's perplexity without any policy.
+    """Relative changes of the dense model's perplexity without any policy."""
 
-    Attributes:
-        rounding: change when the weights are rounded to bfloat16, the usual data type of engines.
-        rounding_error: standard error of that change.
-        stretches: standard deviation between the stretches of text over their mean, or None for a single stretch.
-    """
-
-    rounding: float
-    rounding_error: float
-    stretches: float | None
+    rounding: float  # when the weights are rounded to bfloat16, the usual data type of engines
+    rounding_error: float  # standard error of that change
+    stretches: float | None  # standard deviation between the stretches of text over their mean; None for a single one
 
     def summary(self) -> str:
         """Return one sentence."""

@@ -22,25 +22,15 @@ CLEAR = 1.25  # factor beyond the limit that needs fewer
 
 @dataclass(frozen=True)
 class KindRow:
-    """The loss on one kind of text, on its held-out part.
+    """The loss on one kind of text, on its held-out part."""
 
-    Attributes:
-        kind: its name; what `--kinds` takes.
-        label: its name for a reader.
-        tokens: tokens compared.
-        digest: short hash of the whole text.
-        dense: dense perplexity.
-        ratio: sparse over dense perplexity.
-        error: standard error of the ratio.
-    """
-
-    kind: str
-    label: str
-    tokens: int
-    digest: str
-    dense: float
-    ratio: float
-    error: float
+    kind: str  # its name; what `--kinds` takes
+    label: str  # its name for a reader
+    tokens: int  # tokens compared
+    digest: str  # short hash of the whole text
+    dense: float  # dense perplexity
+    ratio: float  # sparse over dense perplexity
+    error: float  # standard error of the ratio
 
 
 @dataclass(frozen=True)
@@ -92,32 +82,20 @@ class Repetition:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """The whole prefill at one length that runs sparse: the pair of median speed-up, and the interval of all pairs.
+    """The whole prefill at one length that runs sparse: the pair of median speed-up, and the interval of all pairs."""
 
-    Attributes:
-        seqlen: tokens of the prompt.
-        dense_seconds, sparse_seconds: the runs of that pair.
-        speedup: dense over sparse seconds.
-        pairs: timed runs of each.
-        dense_peak_mb, sparse_peak_mb: peak of the process on a CPU, of the allocator on a GPU; None if unknown.
-        low, high: interval of the speed-up, see `prefill_speed.interval`.
-        dense_cpu_seconds, sparse_cpu_seconds: least CPU time of all threads, which a busy machine disturbs less; None
-            on a GPU.
-        busy: whether other processes disturbed the runs.
-    """
-
-    seqlen: int
-    dense_seconds: float
+    seqlen: int  # tokens of the prompt
+    dense_seconds: float  # the runs of that pair
     sparse_seconds: float
-    speedup: float
-    pairs: int
-    dense_peak_mb: float | None
+    speedup: float  # dense over sparse seconds
+    pairs: int  # timed runs of each
+    dense_peak_mb: float | None  # of the process on a CPU, of the allocator on a GPU; None if unknown
     sparse_peak_mb: float | None
-    low: float
+    low: float  # interval of the speed-up, see `prefill_speed.interval`
     high: float
-    dense_cpu_seconds: float | None = None
+    dense_cpu_seconds: float | None = None  # of all threads, which a busy machine disturbs less; None on a GPU
     sparse_cpu_seconds: float | None = None
-    busy: bool = False
+    busy: bool = False  # whether other processes disturbed the runs
 
     def to_text(self) -> str:
         """Return the speed in words."""

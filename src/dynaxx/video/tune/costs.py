@@ -34,23 +34,14 @@ Case = tuple[str, int]  # prompt and seed
 
 @dataclass(frozen=True)
 class Space:
-    """The candidates among which a search chooses.
+    """The candidates among which a search chooses."""
 
-    Args:
-        candidates: rules, then None, which is dense.
-        ranges: parts of the denoising, as shares of the steps.
-        block_size: tokens per block.
-        order: the order of tokens.
-        groups: number of groups of neighbouring layers whose weights are measured.
-        every: shares of the steps from one refresh to the next that are tried; empty for policies without refreshes.
-    """
-
-    candidates: tuple[AttentionRule | None, ...]
-    ranges: Ranges = ((0.0, 0.2), (0.2, 0.6), (0.6, 1.0))
-    block_size: int = 64
-    order: Any = "bars"
-    groups: int = 4
-    every: tuple[float, ...] = (0.1, 0.2, 0.4)
+    candidates: tuple[AttentionRule | None, ...]  # rules, then None, which is dense
+    ranges: Ranges = ((0.0, 0.2), (0.2, 0.6), (0.6, 1.0))  # parts of the denoising, in shares
+    block_size: int = 64  # tokens per block
+    order: Any = "bars"  # the order of tokens
+    groups: int = 4  # number of groups of neighbouring layers whose weights are measured
+    every: tuple[float, ...] = (0.1, 0.2, 0.4)  # shares of the steps between refreshes that are tried; empty for none
 
 
 class Costs(NamedTuple):

@@ -100,27 +100,16 @@ OTHER_SEED = 1000  # added to the seed of validation
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a search.
+    """The settings of a search."""
 
-    Args:
-        name: the pipeline, for the page.
-        prompts: the first half is tuned on, the second half validates.
-        out: folder for the files.
-        min_psnr: smallest PSNR of the latents in dB, against the dense run.
-        seed: seed of the noise.
-        block_size: tokens per block.
-        command: the command line, for the evidence.
-        residuals: whether policies may share residuals between steps.
-    """
-
-    name: str
-    prompts: tuple[str, ...]
-    out: Path
-    min_psnr: float = 25.0
-    seed: int = 0
-    block_size: int = 64
-    command: str = ""
-    residuals: bool = True
+    name: str  # the pipeline, for the page
+    prompts: tuple[str, ...]  # the first half is tuned on, the second half validates
+    out: Path  # folder for the files
+    min_psnr: float = 25.0  # smallest PSNR of the latents in dB, against the dense run
+    seed: int = 0  # seed of the noise
+    block_size: int = 64  # tokens per block
+    command: str = ""  # the command line, for the evidence
+    residuals: bool = True  # whether policies may share residuals between steps
 
 
 @dataclass

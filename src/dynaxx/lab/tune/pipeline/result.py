@@ -26,9 +26,7 @@ class PipelineResult(Result):
     analysis: dict[str, Any] | None
     tuning: dict[str, Any]
     validation: dict[str, Any] | None
-    validation_summary: (
-        str  # checks of the validation, or why there was none; empty if it was skipped or nothing is sparse
-    )
+    validation_summary: str  # its checks, or why there was none; empty if it was skipped or nothing is sparse
     files: tuple[Path, ...]
     seconds: dict[str, float] = field(default_factory=dict)  # of each step of this run
     left_out: tuple[str, ...] = ()  # steps for which no time was left
