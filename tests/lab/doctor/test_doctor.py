@@ -21,7 +21,7 @@ def only_reference(monkeypatch):
 def test_a_sound_backend_passes(only_reference, dtype):
     found = doctor.diagnose(q_heads=6, kv_heads=2, head_dim=24, seqlen=100, dtype=dtype, block_size=16, full=True)
     assert found.ok, found.summary()
-    assert found.chosen_forward == found.chosen_gradients == "reference"
+    assert found.chosen == {"forward": "reference", "gradients": "reference"}
     assert {(check.what, len(check.reports)) for check in found.checks} == {("forward", 2), ("gradients", 3)}
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["checked_seqlen"] == 100
     assert "all checks passed" in found.summary()
@@ -64,7 +64,7 @@ def zeros(q, k, v, layout, scale):
 def test_a_wrong_backend_fails(monkeypatch):
     found = fake(monkeypatch, unsupported_reasons=lambda problem: ["no"] * problem.needs_grad, attention_forward=zeros)
     assert not found.ok
-    assert found.chosen_gradients == ""
+    assert found.chosen["gradients"] == ""
     assert "FAIL  triton     forward" in found.summary()
     json.dumps(found.to_dict(), allow_nan=False)
 

@@ -32,16 +32,15 @@ BROKEN = "broken: "  # prefix of the reason of a backend that fails to report it
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """One backend's reasons why it cannot serve the user's problem. Without reasons it can."""
+    """One backend's reasons why it cannot serve the user's problem, by "forward" and "gradients"; none if it can."""
 
     name: str
-    forward_reasons: tuple[str, ...]
-    gradient_reasons: tuple[str, ...]
+    reasons: dict[str, tuple[str, ...]]
 
     @property
     def broken(self) -> bool:
         """Return whether the backend should work here and does not."""
-        return any(reason.startswith(BROKEN) for reason in (*self.forward_reasons, *self.gradient_reasons))
+        return any(reason.startswith(BROKEN) for reasons in self.reasons.values() for reason in reasons)
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class DoctorResult:
     machine: Machine
     problem: AttentionProblem  # the user's problem
     backends: tuple[BackendStatus, ...]
-    chosen_forward: str  # the backend that "auto" takes; "" if none can serve
-    chosen_gradients: str
+    chosen: dict[str, str]  # the backends that "auto" takes, "forward" and "gradients"; "" if none can serve
     checked_seqlen: int  # length of the checks; the oracle is quadratic, so it may be shorter than the problem
     checks: tuple[OracleCheck, ...]
     gpu: GpuStatus | None  # of the problem's GPU
@@ -78,7 +76,7 @@ class DoctorResult:
     def ok(self) -> bool:
         """Return whether a backend was found, none is broken, and every check agrees."""
         whole = not any(backend.broken for backend in self.backends)
-        return bool(self.chosen_forward) and whole and all(check.ok for check in self.checks)
+        return bool(self.chosen["forward"]) and whole and all(check.ok for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -88,14 +86,11 @@ class DoctorResult:
             "problem": str(self.problem),
             "gpu": self.gpu.to_dict() if self.gpu else None,
             "backends": [
-                {
-                    "name": backend.name,
-                    "forward": {"serves": not backend.forward_reasons, "reasons": list(backend.forward_reasons)},
-                    "gradients": {"serves": not backend.gradient_reasons, "reasons": list(backend.gradient_reasons)},
-                }
+                {"name": backend.name}
+                | {what: {"serves": not each, "reasons": list(each)} for what, each in backend.reasons.items()}
                 for backend in self.backends
             ],
-            "chosen": {"forward": self.chosen_forward or None, "gradients": self.chosen_gradients or None},
+            "chosen": {what: name or None for what, name in self.chosen.items()},
             "full": self.full,
             "checked_seqlen": self.checked_seqlen,
             "checks": [
@@ -126,11 +121,8 @@ class DoctorResult:
             "",
         ]
         for backend in self.backends:
-            for what, reasons, chosen in (
-                ("forward", backend.forward_reasons, self.chosen_forward),
-                ("gradients", backend.gradient_reasons, self.chosen_gradients),
-            ):
-                mark = "-> auto picks it" if backend.name == chosen else ""
+            for what, reasons in backend.reasons.items():
+                mark = "-> auto picks it" if backend.name == self.chosen[what] else ""
                 lines.append(f"{backend.name:<10} {what:<10} {'; '.join(reasons) or 'can serve ' + mark}".rstrip())
         shorter = "" if self.checked_seqlen == self.problem.seqlen_q else " (the oracle is quadratic)"
         shorter = shorter if self.full or not shorter else " (longer ones: --full)"
@@ -141,7 +133,7 @@ class DoctorResult:
                 f"{'pass' if check.ok else 'FAIL'}  {check.backend:<10} {check.what:<10} {check.pattern}: {found}"
             )
         verdict = "all checks passed" if self.ok else "a check failed: see FAIL or broken above"
-        return "\n".join([*lines, "", verdict if self.chosen_forward else "no backend can serve this problem"])
+        return "\n".join([*lines, "", verdict if self.chosen["forward"] else "no backend can serve this problem"])
 
 
 def diagnose(
@@ -186,17 +178,18 @@ def diagnose(
         block_size=(block_size, block_size),
         needs_grad=False,
     )
-    training = replace(problem, needs_grad=True)
-    backends = tuple(BackendStatus(name, _reasons(name, problem), _reasons(name, training)) for name in BACKENDS)
-    forward = next((backend.name for backend in backends if not backend.forward_reasons), "")
-    gradients = next((backend.name for backend in backends if not backend.gradient_reasons), "")
-    say(f"auto picks {forward or 'no backend'} for this problem, {gradients or 'no backend'} for its gradients")
+    asked = {"forward": problem, "gradients": replace(problem, needs_grad=True)}
+    backends = tuple(
+        BackendStatus(name, {what: _reasons(name, each) for what, each in asked.items()}) for name in BACKENDS
+    )
+    chosen = {what: next((each.name for each in backends if not each.reasons[what]), "") for what in asked}
+    picked = {what: name or "no backend" for what, name in chosen.items()}
+    say(f"auto picks {picked['forward']} for this problem, {picked['gradients']} for its gradients")
     return DoctorResult(
         machine=machine_facts(),
         problem=problem,
         backends=backends,
-        chosen_forward=forward,
-        chosen_gradients=gradients,
+        chosen=chosen,
         checked_seqlen=checked_seqlen,
         checks=_run_checks(
             replace(problem, seqlen_q=checked_seqlen, seqlen_k=checked_seqlen), backends, seed, progress
@@ -239,7 +232,7 @@ def _run_checks(
     plan = [
         (backend.name, what, pattern)
         for backend in backends
-        for what, reasons in (("forward", backend.forward_reasons), ("gradients", backend.gradient_reasons))
+        for what, reasons in backend.reasons.items()
         if not reasons
         for pattern in layouts
     ]
