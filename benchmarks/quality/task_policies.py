@@ -113,8 +113,9 @@ def budget_at(name, tokens, density, block):
 def head_costs(model, ids, rules, block, last=None):
     """Return the costs of budgets on a text, or on a prompt whose `last` tokens count, as JSON data."""
     found = measure_head_costs(model, ids, rules, block_size=block, last=last)
-    of = lambda name: torch.cat([getattr(each, name) for each in found], dim=1).tolist()
-    return {"layers": [each.layer for each in found], "density": of("density"), "loss": of("loss")}
+    loss = torch.cat([each.loss for each in found], dim=1)
+    density = [[density_of(rule, ids.shape[1] - 1, block)] * loss.shape[1] for rule in rules]
+    return {"layers": [each.layer for each in found], "density": density, "loss": loss.tolist()}
 
 
 def costs_from(plain):

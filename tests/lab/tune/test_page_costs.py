@@ -7,7 +7,6 @@ import torch
 import dynaxx as dx
 from dynaxx.kernels.decode.reference import select_pages
 from dynaxx.lab.tune import page_costs
-from dynaxx.lab.tune.sensitivity import HeadCosts
 from dynaxx.selection.pages import PageBudget
 from tiny import save_tiny_model
 
@@ -50,14 +49,13 @@ def test_reading_everything_costs_nothing_and_less_costs_more(model):
     assert costs.loss.shape == (len(page_costs.SHARES), 2)
     assert float(costs.loss[-1].max()) < 1e-12
     assert bool((costs.loss[0] > costs.loss[-2]).all())
-    assert torch.equal(costs.density[:, 0], torch.tensor(page_costs.SHARES, dtype=torch.float64))
 
 
 def test_shares_go_to_the_heads_that_need_them():
     shares = torch.tensor(page_costs.SHARES, dtype=torch.float64)[:, None]
     wide, narrow = (1 - shares) ** 2, 1e-6 * (1 - shares)
-    costs = [HeadCosts(layer, torch.cat([wide, narrow], dim=1), shares.expand(-1, 2)) for layer in (0, 1)]
-    found = page_costs.shares_of([costs, costs], 0.125)
+    losses = [torch.cat([wide, narrow], dim=1)] * 2
+    found = page_costs.shares_of([losses, losses], 0.125)
     assert [len(row) for row in found] == [2, 2]
     assert sum(map(sum, found)) / 4 <= 0.125 + 1e-9
     assert all(row[0] > row[1] for row in found)

@@ -27,9 +27,7 @@ from dynaxx.lab.resume import fingerprint
 from dynaxx.lab.texts import float64
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below
 from dynaxx.lab.tune.decode_speed import NO_PLANS, table, time_steps
-from dynaxx.lab.tune.page_costs import SHARES as PAGE_SHARES
 from dynaxx.lab.tune.page_costs import measure_page_costs, shares_of
-from dynaxx.lab.tune.sensitivity import HeadCosts
 from dynaxx.patterns import Pattern, Sink, SlidingWindow
 from dynaxx.policy import Policy, Rule
 from dynaxx.policy.rule import as_page_size
@@ -255,8 +253,8 @@ def _costs(
     page_size: int,
     steps: int,
     remember: Callable[[str, Callable[[], Any]], Any],
-) -> list[list[HeadCosts]]:
-    """Return the costs of every share for the kv heads of all layers, for each text."""
+) -> list[list[Tensor]]:
+    """Return the losses of every share for the kv heads of all layers, for each text."""
     budget, way = always_read(page_size), f"pages of {page_size} {BOUND}"
     found = []
     for index, ids in enumerate(texts):
@@ -265,9 +263,7 @@ def _costs(
             costs = measure_page_costs(model, ids, budget, page_size=page_size, steps=steps, layers=layers)
             return [each.loss.tolist() for each in costs]
 
-        shares = float64(PAGE_SHARES)[:, None]
-        rows = map(float64, remember(f"page costs {way} {index}", measured))
-        found.append([HeadCosts(i, loss, shares.expand_as(loss)) for i, loss in zip(sorted(layers), rows, strict=True)])
+        found.append([float64(loss) for loss in remember(f"page costs {way} {index}", measured)])
     return found
 
 

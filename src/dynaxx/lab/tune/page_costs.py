@@ -46,7 +46,7 @@ def measure_page_costs(
         seed: seed for the sampled tokens of the gradient.
 
     Returns:
-        The costs by layer, in ascending order. `loss` is (shares, G) in nats per decoded token, `density` the shares.
+        The costs by layer, in ascending order. `loss` is (shares, G) in nats per decoded token.
     """
     found: list[HeadCosts] = []
 
@@ -71,8 +71,7 @@ def measure_page_costs(
             sparse = (seen @ values) / seen.sum(-1, keepdim=True).clamp(min=torch.finfo(seen.dtype).tiny)
             cost = ((sparse - dense) * slopes).sum(-1).double() ** 2
             loss.append(cost.sum((1, 2)) / (2 * steps))
-        shares = float64(SHARES)[:, None].expand(-1, kv_heads)
-        found.append(HeadCosts(layer, torch.stack(loss).cpu(), shares))
+        found.append(HeadCosts(layer, torch.stack(loss).cpu()))
 
     with probing(model, visit):
         hidden = hidden_states(model, ids[:, :-1])
@@ -80,17 +79,16 @@ def measure_page_costs(
     return sorted(found, key=lambda costs: costs.layer)
 
 
-def shares_of(costs: Sequence[Sequence[HeadCosts]], share: float) -> list[list[float]]:
+def shares_of(losses: Sequence[Sequence[Tensor]], share: float) -> list[list[float]]:
     """Return a share of the pages for each layer and kv head, of mean `share`, with the smallest predicted loss.
 
     Args:
-        costs: the costs of all layers, for one or more texts, whose mean counts.
+        losses: (shares, kv heads) of each layer, for one or more texts, whose mean counts.
         share: the mean share.
     """
-    loss = torch.stack([torch.cat([each.loss for each in text], dim=1) for text in costs]).mean(0)
-    density = torch.cat([each.density for each in costs[0]], dim=1)
-    choice = Allocator(density, loss).at(share).choice
-    found: list[list[float]] = float64(SHARES)[choice].view(len(costs[0]), -1).tolist()
+    loss, shares = torch.stack([torch.cat(list(text), dim=1) for text in losses]).mean(0), float64(SHARES)
+    choice = Allocator(shares[:, None].expand_as(loss), loss).at(share).choice
+    found: list[list[float]] = shares[choice].view(len(losses[0]), -1).tolist()
     return found
 
 

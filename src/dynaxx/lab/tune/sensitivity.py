@@ -33,7 +33,6 @@ class HeadCosts(NamedTuple):
 
     layer: int
     loss: Tensor  # (candidates, H) fp64, nats per token
-    density: Tensor  # (candidates, H) fp64, visited / causally visible blocks
 
 
 class _Ended(Exception):
@@ -91,20 +90,16 @@ def measure_head_costs(
             raise _Ended
 
     def measured(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, scale: float) -> HeadCosts:
-        loss, density = [], []
-        nothing = torch.zeros(q.shape[2], dtype=torch.float64, device=q.device)
-        known = {DENSE: (nothing, nothing + 1)}
+        loss, known = [], {DENSE: torch.zeros(q.shape[2], dtype=torch.float64, device=q.device)}
         for candidate in candidates:
             key = _scorer_free(candidate)
             if key not in known:
                 layout = select_blocks(q, k, candidate, block_size=block_size, scale=scale)
                 delta = sparse_attention(q, k, v, one_row_in(every, layout), scale=scale) - out
                 measured = torch.arange(out.shape[1], device=out.device) // layout.block_size[0] % every == 0
-                cost = ((delta * grad).sum(-1)[:, measured].double() ** 2).mean((0, 1)) / 2
-                known[key] = cost, _head_density(layout, q.shape[2])
-            loss.append(known[key][0])
-            density.append(known[key][1])
-        return HeadCosts(layer, torch.stack(loss).cpu(), torch.stack(density).cpu())
+                known[key] = ((delta * grad).sum(-1)[:, measured].double() ** 2).mean((0, 1)) / 2
+            loss.append(known[key])
+        return HeadCosts(layer, torch.stack(loss).cpu())
 
     with probing(model, visit), suppress(_Ended):
         hidden = hidden_states(model, ids[:, :-1])
@@ -131,12 +126,6 @@ def one_row_in(every: int, layout: BlockLayout) -> BlockLayout:
     kept = rows % layout.q_blocks % every == 0
     shared = {"layout_batch": layout.layout_batch, "layout_heads": layout.layout_heads}
     return BlockLayout.from_entries(layout.grid(), rows[kept], blocks[kept], mask_ids[kept], layout.masks, **shared)
-
-
-def _head_density(layout: Any, heads: int) -> Tensor:
-    grid = layout.grid()
-    visible = grid.visible_blocks()
-    return (layout.kv_num_blocks.sum((0, 2)).double() / max(1, visible)).expand(heads)
 
 
 def hidden_states(model: Any, ids: Tensor) -> Tensor:
