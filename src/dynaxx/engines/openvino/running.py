@@ -103,7 +103,7 @@ class OpenVinoHandle:
         phase = "decode" if seqlen_q == 1 else "prefill"
         blocked = DenseReason.KILLED if self.kill_switch.engaged() else None
         if call.mask is not None:
-            self._dense(layer, call, DenseReason.MASK_KIND, phase)
+            self._dense(call, DenseReason.MASK_KIND, phase)
             return
         state = self._deployed.state(layer, blocked)
         decision = route(
@@ -114,11 +114,11 @@ class OpenVinoHandle:
         )
         self._deployed.remember_length(seqlen_k, decodes=decodes)
         if decision.route is Route.DENSE:
-            self._dense(layer, call, decision.reason or DenseReason.NO_RULE, phase)
+            self._dense(call, decision.reason or DenseReason.NO_RULE, phase)
             return
         stopped = self._deployed.interruption(layer, own_pattern=decision.route is Route.OWN_PATTERN)
         if stopped is not None:
-            self._dense(layer, call, stopped, phase)
+            self._dense(call, stopped, phase)
             return
         breaker = self._deployed.breakers[layer]
         try:
@@ -152,7 +152,7 @@ class OpenVinoHandle:
         if probe is not None:
             probe.done(call.k, call.v)
 
-    def _dense(self, layer: int, call: Arguments, reason: DenseReason, phase: str) -> None:
+    def _dense(self, call: Arguments, reason: DenseReason, phase: str) -> None:
         self.counts.dense(reason, phase)
         _dense_attention(call)
 

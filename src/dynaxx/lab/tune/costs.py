@@ -32,7 +32,6 @@ class Allocation(NamedTuple):
     choice: Tensor  # (heads,) int64
     density: float  # mean over heads
     loss: float  # sum over heads, nats per token
-    price: float  # loss that the next step would save per unit of one head's density; 0 if there is none
 
 
 def lower_hull(density: Sequence[float], loss: Sequence[float]) -> list[int]:
@@ -86,14 +85,12 @@ class Allocator:
     def at(self, density: float) -> Allocation:
         """Return the best allocation with at most this mean density, which is at least `least_density`."""
         choice, (spent, loss) = self._start.clone(), self._least
-        price = 0.0
         for step in self._steps:
             if spent + step.density > density * self._heads + 1e-9:
-                price = step.gain
                 break
             choice[step.head] = step.candidate
             spent, loss = spent + step.density, loss - step.saved
-        return Allocation(choice, spent / self._heads, loss, price)
+        return Allocation(choice, spent / self._heads, loss)
 
 
 BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # budgets that heads choose from
