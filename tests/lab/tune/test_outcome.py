@@ -2,6 +2,7 @@
 """What a search says that it found out."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,8 @@ from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.density.candidates import Candidate
 from dynaxx.lab.tune.density.guide import Guide, Tried
 from dynaxx.lab.tune.density.rises import Rises
-from dynaxx.lab.tune.outcome import budget_of, decide
+from dynaxx.lab.tune.options import TuneOptions
+from dynaxx.lab.tune.outcome import Timed, budget_of, decide
 from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.lab.tune.pipeline.steps import less_cut
 from dynaxx.lab.tune.result import Trial
@@ -33,8 +35,10 @@ def guide_of(*trials):
 
 
 def outcome(**changes):
-    given = dict(ended="done", tuned=None, chosen=None, timings=(), timed=True, tokens=1024, usual=1024)
-    return decide(**{**given, "stretches": 1, "tolerance": 0.01, "needed": 400, **changes})
+    given = {"ended": "done", "tuned": None, "usual": 1024, "needed": 400, **changes}
+    found = Timed(given.pop("chosen", None), None, given.pop("timings", ()), given.pop("timed", True))
+    of_options = {name: given.pop(name) for name in ("stretches", "tolerance") if name in given}
+    return decide(found, TuneOptions("", Path(), tokens=given.pop("tokens", 1024), **of_options), **given)
 
 
 @pytest.mark.parametrize("ended", ["time", "interrupted"])

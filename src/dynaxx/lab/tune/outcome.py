@@ -9,14 +9,15 @@ left out, and a busy machine, which slows sparse attention more than dense, deci
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below
 from dynaxx.lab.tune.density.guide import CLOSER, Guide, Tried
 from dynaxx.lab.tune.density.trials import ERRORS
+from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import Ended, Verdict
 from dynaxx.lab.validate.check import decimals
+from dynaxx.policy import Policy
 
 ROUND = (60, 120, 180, 300, 600, 900, 1800, 3600)  # seconds that an advised budget is rounded up to
 
@@ -31,33 +32,29 @@ class Outcome(NamedTuple):
     advice: str  # what to do next; empty if nothing is left to do
 
 
+class Timed(NamedTuple):
+    """A candidate that passes, its policy, and the times of attention under it."""
+
+    tried: Tried | None = None
+    policy: Policy | None = None
+    timings: tuple[LengthTiming, ...] = ()
+    complete: bool = False  # whether all lengths were timed
+
+
 def decide(
-    *,
-    ended: Ended,
-    tuned: Guide | None,
-    chosen: Tried | None,
-    timings: Sequence[LengthTiming],
-    timed: bool,
-    tokens: int,
-    usual: int,
-    stretches: int,
-    tolerance: float,
-    needed: float | None,
+    timed: Timed, options: TuneOptions, *, ended: Ended, tuned: Guide | None, usual: int, needed: float | None
 ) -> Outcome:
     """Return the outcome of a search.
 
     Args:
+        timed: the candidate of the policy, if one passed.
+        options: the options of the search.
         ended: how the search ended.
         tuned: the search of budgets per head, if it began.
-        chosen: the candidate of the policy, if one passed.
-        timings: times of attention under that policy.
-        timed: whether all lengths were timed.
-        tokens: length of the texts that were tuned on.
         usual: length of the texts from which sparse attention can be ruled out.
-        stretches: stretches of each text for costs.
-        tolerance: allowed relative rise of perplexity.
         needed: expected seconds of another run until its search is done; None without a time budget.
     """
+    chosen, timings, tokens, tolerance = timed.tried, timed.timings, options.tokens, options.tolerance
     budget = "" if needed is None else f" with --time-budget {budget_of(needed)}"
     longer = f"Longer texts need fewer blocks: --tokens {usual}, and as much text as that takes."
     again = f"Run the same command{budget} again: it continues."
@@ -73,7 +70,7 @@ def decide(
             is_noise = math.log(worst.ratio) - ERRORS * worst.error <= math.log1p(tolerance)
             if is_noise and all(task.passed for task in densest.tasks):
                 said = f"{lost}, with a standard error of {worst.error:.{digits}%} that is too large for {limit}"
-                text = f"A smaller error takes more text: --stretches {3 * stretches}, or a longer sample."
+                text = f"A smaller error takes more text: --stretches {3 * options.stretches}, or a longer sample."
                 text += "" if ended == "done" else f" The same command{budget} also tries one budget for all heads."
                 return Outcome(ended, "undecided", None, said, text)
             said = f"nothing sparse stays within {limit} at {tokens:,} tokens: {lost}"
@@ -94,7 +91,7 @@ def decide(
         more = more or longer * (tokens < usual)
     if not timings:
         return Outcome(ended, "undecided", None, f"{found}, but {_ENDS[ended]} before attention was timed", again)
-    if border is None and not timed:
+    if border is None and not timed.complete:
         said = f"{found}, but sparse attention is not faster here up to {longest:,} tokens"
         said += ", and other lengths were not timed"
         return Outcome(ended, "undecided", None, said, again)

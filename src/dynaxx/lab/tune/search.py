@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ from dynaxx.lab.tune.density.search_texts import SEARCH_TEXTS
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
 from dynaxx.lab.tune.finding import SEARCH_STEPS, UNIFORM_STEPS, Finding
 from dynaxx.lab.tune.options import TuneOptions
-from dynaxx.lab.tune.outcome import Outcome, decide
+from dynaxx.lab.tune.outcome import Outcome, Timed, decide
 from dynaxx.lab.tune.result import Ended, TuneResult
 from dynaxx.lab.tune.retune import MIN_REQUESTS, record
 from dynaxx.layout import as_block_size
@@ -80,15 +80,6 @@ def with_reference(
         return dataclasses.replace(result, reference=f"none: {error}")
     said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
     return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)
-
-
-class Timed(NamedTuple):
-    """A candidate that passes, its policy, and the times of attention under it."""
-
-    tried: Tried | None = None
-    policy: Policy | None = None
-    timings: tuple[LengthTiming, ...] = ()
-    complete: bool = False  # whether all lengths were timed
 
 
 @contextmanager
@@ -176,15 +167,11 @@ class Search(Finding):
         faster = [each for each in timed if (dense_below(each.timings) or math.inf) <= self.options.tokens]
         best = next(iter([*faster, *(each for each in timed if each.timings), *timed]), Timed())
         outcome = decide(
+            best,
+            self.options,
             ended=ended or ("time" if self.cut else "done"),
             tuned=self.tuned,
-            chosen=best.tried,
-            timings=best.timings,
-            timed=best.complete,
-            tokens=self.options.tokens,
             usual=min(TuneOptions.tokens, longest_prompt(self.model)),
-            stretches=self.options.stretches,
-            tolerance=self.options.tolerance,
             needed=self._needed(),
         )
         return self._described(best, outcome)
