@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -82,9 +83,9 @@ def test_tasks_must_hold(tuned, monkeypatch):
     given = []
 
     class Fake:
-        def __init__(self, model, tokenizer, text, names, tokens, seed, remember, has_time):
-            given.append((tuple(names), tokens))
-            self.tasks = tuple(names)
+        def __init__(self, model, tokenizer, text, options, remember, has_time):
+            given.append((options.hold, options.tokens))
+            self.tasks = options.hold
 
         def for_costs(self, task, number):
             ids = torch.arange(1, 120)[None] % 50
@@ -114,7 +115,7 @@ def test_undecided_tasks_get_more_prompts(loaded, tmp_path, monkeypatch, losses,
     from dynaxx.integrations.transformers.apply_policy import model_facts
 
     steps, read = Steps(tmp_path / "steps.json", "key"), []
-    tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1"], 900, 0, steps.remember)
+    tasks = HeldTasks(*loaded, pydoc_text(), hold("niah_single_1"), steps.remember)
 
     def answers(name, part, alone):
         some = losses[3 * part : 3 * part + 3]
@@ -128,9 +129,13 @@ def test_undecided_tasks_get_more_prompts(loaded, tmp_path, monkeypatch, losses,
     assert row.drop == pytest.approx(sum(read) / len(read))
 
 
+def hold(*tasks):
+    return TuneOptions("", Path(), hold=tasks, tokens=900)
+
+
 def test_trials_and_costs_have_different_prompts(loaded, tmp_path):
     steps = Steps(tmp_path / "steps.json", "key")
-    tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1", "niah_single_2"], 900, 0, steps.remember)
+    tasks = HeldTasks(*loaded, pydoc_text(), hold("niah_single_1", "niah_single_2"), steps.remember)
     assert tasks.tasks == ("niah_single_1", "niah_single_2")
     prompts = [*(tasks.for_costs("niah_single_2", number) for number in (0, 1)), *tasks._prompts("niah_single_2", 0)]
     assert len({tuple(each.prompt[0].tolist()) for each in prompts}) == len(prompts)
@@ -234,7 +239,7 @@ def test_held_tasks_are_scored_once(loaded, tmp_path):
     from dynaxx.integrations.transformers.apply_policy import model_facts
 
     steps = Steps(tmp_path / "steps.json", "key")
-    tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1"], 900, 0, steps.remember)
+    tasks = HeldTasks(*loaded, pydoc_text(), hold("niah_single_1"), steps.remember)
     policy = dx.Policy(model=model_facts(loaded.model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
     (row,) = tasks.under(policy, "a")
     assert (row.task, row.informative, row.drop, row.passed) == ("niah_single_1", False, 0.0, True)

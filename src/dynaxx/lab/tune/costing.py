@@ -54,23 +54,21 @@ class Costing:
         progress: Progress | None = None,
         time: TimeBudget | None = None,
     ) -> None:
-        assert options.block_size is not None, "`tune` sets the device's default"
         self.model, self.tokenizer, self.text, self.options = model, tokenizer, text, options
-        self.block_size, self.scorers = options.block_size, scorers_named(options.scorers)
+        self.scorers = scorers_named(options.scorers)
         self.progress, self.time = progress or SilentProgress(), time or TimeBudget(options.time_budget)
         self.before = self.time.spent  # seconds of the command before the search, which another run takes too
         self.texts: SearchTexts = search_texts(tokenizer, text, kinds, options.tokens, options.stretches)
         self.budgets = budgets_for(options.tokens)
         self.cost_tokens = options.cost_tokens or options.tokens
-        settings = dict(tokens=options.tokens, block_size=self.block_size, seed=options.seed)
+        settings = dict(tokens=options.tokens, block_size=options.block_size, seed=options.seed)
         key = fingerprint(model, self.texts.key(), **settings)
         self.steps = Steps(options.out / "tuning_state.jsonl", key, options.resume)
         self.hold = None
         if options.hold:
-            given = (options.hold, options.tokens, options.seed, self.steps.remember, self.time.allows)
-            self.hold = HeldTasks(model, tokenizer, text, *given)
-        limits = (options.tokens, self.block_size, options.tolerance)
-        self.trials = Trials(model, self.texts, self.steps, *limits, self.hold, self.time)
+            self.hold = HeldTasks(model, tokenizer, text, options, self.steps.remember, self.time.allows)
+        self.trials = Trials(model, self.texts, self.steps, options, self.hold, self.time)
+        self.block_size = self.trials.block_size
         self.layers = tuple(full_attention_layers(model))  # layers that see their whole context
         if not self.layers:
             raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")

@@ -19,10 +19,9 @@ from dynaxx.lab.about import about
 from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.perplexity import evaluating, fast_linears, measure_pace
-from dynaxx.lab.progress import Progress, Task
-from dynaxx.lab.resume import Steps
+from dynaxx.lab.progress import Task
 from dynaxx.lab.texts import split_text
-from dynaxx.lab.time_budget import PASS, TimeBudget
+from dynaxx.lab.time_budget import PASS
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, is_faster, lengths_of, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.density.guide import Guide, Tried
@@ -38,48 +37,6 @@ from dynaxx.policy import Guard, Policy, Profile, rules_digest
 
 SHARE = 0.25  # largest time of recording a reference, as a share of the time spent so far
 EXPECTED_PASSES = 16  # passes over a text until a search is done, about
-
-
-def with_reference(
-    result: TuneResult,
-    loaded: LoadedModel,
-    text: str,
-    command: str,
-    seed: int,
-    steps: Steps,
-    time: TimeBudget,
-    progress: Progress,
-) -> TuneResult:
-    """Return the result with a policy that has a guard and a reference.
-
-    If the reference cannot be recorded (no time, too little text, or a dense policy), `reference` says why.
-    """
-    policy = result.policy
-    if all(rule.phase == "decode" for rule in policy.rules):
-        return dataclasses.replace(result, reference="none: prompts run dense")
-    border, step = policy.border, f"reference {rules_digest(policy)}"
-    if step not in steps and not time.allows(MIN_REQUESTS * time.expects(PASS, max(2, border))):
-        return dataclasses.replace(result, reference="none: no time was left")
-
-    def recorded() -> dict[str, Any]:
-        found: Profile = record(
-            policy,
-            loaded,
-            text,
-            time_budget=min(SHARE * (steps.seconds + time.spent), time.left),
-            time_limit=time.left,
-            seed=seed,
-            command=command,
-            progress=progress,
-        )
-        return found.model_dump(mode="json")
-
-    try:
-        found = Profile.model_validate(steps.remember(step, recorded))
-    except ValueError as error:  # the policy is useful without a reference
-        return dataclasses.replace(result, reference=f"none: {error}")
-    said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
-    return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)
 
 
 @contextmanager
@@ -227,10 +184,37 @@ class Search(Finding):
             result = self._with_decode(result, task)
         if options.reference:
             task.advance(0, "reference for drift")
-            loaded = LoadedModel(self.model, self.tokenizer)
-            given = (options.command, options.seed, self.steps, self.time, self.progress)
-            result = with_reference(result, loaded, split_text(self.text).calibration, *given)
+            result = self._with_reference(result)
         return result
+
+    def _with_reference(self, result: TuneResult) -> TuneResult:
+        """Return the result with a policy that has a guard and a reference, or with the reason why it has none."""
+        policy, time, steps = result.policy, self.time, self.steps
+        if all(rule.phase == "decode" for rule in policy.rules):
+            return dataclasses.replace(result, reference="none: prompts run dense")
+        border, step = policy.border, f"reference {rules_digest(policy)}"
+        if step not in steps and not time.allows(MIN_REQUESTS * time.expects(PASS, max(2, border))):
+            return dataclasses.replace(result, reference="none: no time was left")
+
+        def recorded() -> dict[str, Any]:
+            found: Profile = record(
+                policy,
+                LoadedModel(self.model, self.tokenizer),
+                split_text(self.text).calibration,
+                time_budget=min(SHARE * (steps.seconds + time.spent), time.left),
+                time_limit=time.left,
+                seed=self.options.seed,
+                command=self.options.command,
+                progress=self.progress,
+            )
+            return found.model_dump(mode="json")
+
+        try:
+            found = Profile.model_validate(steps.remember(step, recorded))
+        except ValueError as error:  # the policy is useful without a reference
+            return dataclasses.replace(result, reference=f"none: {error}")
+        said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
+        return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)
 
     def _with_decode(self, result: TuneResult, task: Task) -> TuneResult:
         """Return the result with decode rules, if they preserve perplexity and save time."""

@@ -14,6 +14,7 @@ from dynaxx.lab.tasks.result import ANSWERED, KNOWN, interval_of, prefers
 from dynaxx.lab.tasks.score import answer_task, closed_book, other_answers
 from dynaxx.lab.tasks.suite import TaskSample, make_task, named_tasks
 from dynaxx.lab.texts import split_text
+from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import TaskTrial
 from dynaxx.policy import Policy
 
@@ -32,9 +33,7 @@ class HeldTasks:
     Args:
         model, tokenizer: the model and its tokenizer.
         text: the sample; its calibration half is the haystack.
-        names: tasks and suites.
-        tokens: length of the prompts.
-        seed: seed of the samples; validation uses other samples.
+        options: the tasks to hold, the length of prompts, and the seed of samples; validation uses other samples.
         remember: function that stores the result of a step by name.
         has_time: whether an undecided task may get more prompts.
     """
@@ -44,15 +43,13 @@ class HeldTasks:
         model: Any,
         tokenizer: Any,
         text: str,
-        names: Sequence[str],
-        tokens: int,
-        seed: int,
+        options: TuneOptions,
         remember: Callable[[str, Callable[[], Any]], Any],
         has_time: Callable[[], bool] = lambda: True,
     ) -> None:
         self._model, self._tokenizer, self._remember = model, tokenizer, remember
-        self.tasks = named_tasks(names)
-        haystack = Haystack(split_text(text).calibration)
+        self.tasks = named_tasks(options.hold)
+        haystack, tokens, seed = Haystack(split_text(text).calibration), options.tokens, options.seed
         self._make = lambda name, index: make_task(name, tokenizer, haystack, tokens, seed=seed, index=index)
         self._has_time, self._made = has_time, dict[tuple[str, int], list[TaskSample]]()
         for name in self.tasks:

@@ -31,6 +31,7 @@ from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.costs import Budgets, rule_of
 from dynaxx.lab.tune.density.held_tasks import HeldTasks
 from dynaxx.lab.tune.density.search_texts import SearchTexts
+from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import KindTrial, Trial
 from dynaxx.layout import as_block_size
 from dynaxx.policy import Policy, Rule, Tolerances
@@ -59,9 +60,7 @@ class Trials:
         model: the model.
         texts: the texts of the search.
         steps: stored results of this run and of runs before it.
-        tokens: tokens per text.
-        block_size: block size of the policies, or (q_block, kv_block).
-        tolerance: largest relative rise of perplexity.
+        options: tokens per text, the block size of the policies, and the tolerance.
         hold: tasks that a passing policy must still solve.
         time: the time budget. Without time, no further stretch of a kind is evaluated, so fewer kinds pass.
     """
@@ -71,16 +70,14 @@ class Trials:
         model: Any,
         texts: SearchTexts,
         steps: Steps,
-        tokens: int,
-        block_size: int | tuple[int, int],
-        tolerance: float,
+        options: TuneOptions,
         hold: HeldTasks | None,
         time: TimeBudget | None = None,
     ) -> None:
         self.time = time or TimeBudget()
         self.model, self.texts, self.steps, self.hold = model, texts, steps, hold
-        self.block_size, self.tolerance = block_size, tolerance
-        self._tokens = tokens
+        assert options.block_size is not None, "`tune` sets the device's default"
+        self.block_size, self.tolerance, self._tokens = options.block_size, options.tolerance, options.tokens
         self.say: Callable[[str], None] = silent  # called with what a trial has shown so far
         self.closeness: dict[str, float] = {}  # latest known rise by kind with errors, to begin with the worst
         self._dense: dict[int, Tensor] = {}  # loss of every token of each text that was used

@@ -144,7 +144,7 @@ class _Steps:
         if plan.held_out and not kinds:
             raise ValueError("--held-out needs several kinds of text: give --kinds, for example --kinds all")
         if plan.hold:
-            HeldTasks(model, tokenizer, text, plan.hold, plan.tokens, plan.seed, lambda name, compute: compute())
+            HeldTasks(model, tokenizer, text, plan, lambda name, compute: compute())
         check_decode(model, plan.decode, plan.cuda_graph, plan.page_size)
         self.about = about(model, text)
         self._earlier = read_settings(plan.out / "run.json") if plan.resume else {}
