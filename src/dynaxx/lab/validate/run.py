@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def validate(
         UnsupportedInputError: see `dynaxx.apply`.
     """
     progress, time = progress or SilentProgress(), time or TimeBudget()
-    setup = _set_up(model, tokenizer, policy, text, lengths, tokens, kinds, suite, seed)
+    setup = _Setup(model, tokenizer, policy, text, lengths, tokens, kinds, suite, seed)
     ids = setup.ids
     steps = Steps(state, "" if state is None else _key(model, policy, setup, suite))
     with evaluating(model), progress.task("Validating", 100) as task:
@@ -132,49 +132,40 @@ def _key(model: Any, policy: Policy, setup: _Setup, suite: SuitePlan | None) -> 
     return fingerprint(model, torch.tensor(setup.ids, dtype=torch.int64, device="cpu"), **settings, **on)
 
 
-class _Setup(NamedTuple):
-    """The texts and lengths of a validation."""
+class _Setup:
+    """The texts and lengths of a validation. The constructor refuses what cannot be measured; see `validate`."""
 
-    sparse: bool  # whether the policy has a sparse rule
-    border: int  # tokens from which it runs sparse; 0 without a sparse rule
-    held_out: str
-    ids: list[int]  # tokens of the held-out text
-    window: int  # tokens of each stretch of text for quality
-    lengths: tuple[int, ...]  # tokens of the prompts to time
-    task_tokens: int  # tokens of each retrieval task
-    samples: list[Any]  # retrieval tasks; empty with a suite
-    kinds: list[tuple[str, Tensor]]  # name and ids (1, window) of other kinds of text
-    seed: int
-
-
-def _set_up(
-    model: Any,
-    tokenizer: Any,
-    policy: Policy,
-    text: str,
-    lengths: Sequence[int] | None,
-    tokens: int | None,
-    kinds: Sequence[str],
-    suite: SuitePlan | None,
-    seed: int,
-) -> _Setup:
-    """Choose what to measure, and refuse what cannot be measured; see `validate`."""
-    held_out = split_text(text).held_out
-    ids = ids_of(tokenizer, held_out)
-    sparse, limit = has_sparse_rule(policy), longest_prompt(model)
-    check_sparse(policy)
-    border = _border(policy, limit) if sparse else 0
-    window = _window(tokens, border + 1 if sparse else 0, limit, len(ids))
-    longest = min(limit, len(ids))
-    lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest) if sparse else ()
-    task_tokens = max(border, min(window, TASK_TOKENS))
-    samples = [] if suite else make_samples(tokenizer, ids, task_tokens, TASK_SAMPLES, seed)
-    others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
-    if suite is not None:
-        if max(suite.lengths) > limit:
-            raise ValueError(f"task lengths must be at most the model's limit {limit:,}, got {max(suite.lengths):,}")
-        Haystack(held_out)  # refuse a text that cannot hide facts
-    return _Setup(sparse, border, held_out, ids, window, lengths, task_tokens, samples, others, seed)
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        policy: Policy,
+        text: str,
+        lengths: Sequence[int] | None,
+        tokens: int | None,
+        kinds: Sequence[str],
+        suite: SuitePlan | None,
+        seed: int,
+    ) -> None:
+        self.held_out, self.seed = split_text(text).held_out, seed
+        self.ids = ids_of(tokenizer, self.held_out)
+        self.sparse, limit = has_sparse_rule(policy), longest_prompt(model)  # whether the policy has a sparse rule
+        check_sparse(policy)
+        self.border = _border(policy, limit) if self.sparse else 0  # tokens from which it runs sparse
+        # Tokens of each stretch of text for quality
+        self.window = _window(tokens, self.border + 1 if self.sparse else 0, limit, len(self.ids))
+        longest = min(limit, len(self.ids))
+        wanted = within(LENGTHS, longest) if lengths is None else lengths
+        self.lengths = _lengths(wanted, self.border, longest) if self.sparse else ()  # tokens of the prompts to time
+        self.task_tokens = max(self.border, min(self.window, TASK_TOKENS))
+        self.samples = [] if suite else make_samples(tokenizer, self.ids, self.task_tokens, TASK_SAMPLES, seed)
+        others = [kind for kind in kinds_of(kinds) if text_of(kind) != text]
+        self.kinds = [(kind, _stretch(tokenizer, kind, self.window)) for kind in others]  # ids (1, window)
+        if suite is not None:
+            if max(suite.lengths) > limit:
+                most = max(suite.lengths)
+                raise ValueError(f"task lengths must be at most the model's limit {limit:,}, got {most:,}")
+            Haystack(self.held_out)  # refuse a text that cannot hide facts
 
 
 def check_sparse(policy: Policy) -> None:
