@@ -77,15 +77,22 @@ def run(
     time = time or TimeBudget(plan.time_budget)
     progress = BudgetProgress(progress or SilentProgress(), time)
     steps = _Steps(model, tokenizer, text, plan, progress, time)
-    seconds = StepClock(time.spent)
+    seconds = {"start": time.spent}  # until the first step and of each step, close to zero for steps of a previous run
+
+    def timed(name: str, step: Callable[[], Result]) -> Result:
+        started = monotonic()
+        found = step()
+        seconds[name] = monotonic() - started
+        return found
+
     with progress.task(f"Tuning {plan.name}") as task:
         task.advance(0, "profile: where the time goes")
-        profiled = seconds.timed("profile", steps.profile)
+        profiled = timed("profile", steps.profile)
         if profiled is not None:
             say_verdict(profiled["verdict"])
         steps.choose_tokens()
         task.advance(0, "tune: the sparsest policy that keeps quality")
-        tuned = seconds.timed("tune", steps.tune)
+        tuned = timed("tune", steps.tune)
         analyzed: dict[str, Any] | None = None
         validated: dict[str, Any] | None = None
         said, stopped = "", tuned.ended == "interrupted"
@@ -93,33 +100,19 @@ def run(
         try:
             if not stopped:
                 task.advance(0, "validate: on held-out text")
-                tuned, validated, said = seconds.timed("validate", lambda: steps.validate(tuned, say))
+                tuned, validated, said = timed("validate", lambda: steps.validate(tuned, say))
                 task.advance(0, "analyze: where the heads attend")
-                analyzed = seconds.timed("analyze", steps.analyze)
+                analyzed = timed("analyze", steps.analyze)
         except KeyboardInterrupt:  # the policy is useful without the later steps
             stopped = True
-            if "validate" not in seconds.seconds:
+            if "validate" not in seconds:
                 said = "it was stopped; the same command continues with it"
                 (plan.out / "validation.json").unlink(missing_ok=True)  # written at the moment of the stop
         task.advance(0, "report")
-        seconds.timed("report", steps.report)
+        timed("report", steps.report)
         task.advance(0, "done")
     found = (profiled, analyzed, tuned.to_dict(), validated, said)
-    return PipelineResult(*found, tuple(steps.files), seconds.seconds, tuple(steps.left_out), stopped)
-
-
-class StepClock:
-    """Seconds until the first step and of each step of a run, close to zero for steps of a previous run."""
-
-    def __init__(self, before: float) -> None:
-        self.seconds = {"start": before}
-
-    def timed(self, name: str, step: Callable[[], Result]) -> Result:
-        """Run a step and store its seconds."""
-        started = monotonic()
-        found = step()
-        self.seconds[name] = monotonic() - started
-        return found
+    return PipelineResult(*found, tuple(steps.files), seconds, tuple(steps.left_out), stopped)
 
 
 class _Steps:
@@ -278,22 +271,21 @@ def less_cut(made: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, 
 
 def _earlier(path: Path) -> dict[str, Any] | None:
     """Return the document of a previous run, or None if it is missing or damaged and must be written again."""
-    try:
-        found = read_json(path) if path.exists() else None
-    except (ValueError, OSError) as error:
-        logger.warning("%s; running the step again", error)
-        return None
-    whole = isinstance(found, dict) and isinstance(found.get("command"), str)
-    if whole and path.name == "profile.json":
-        whole = isinstance(found.get("verdict"), str)  # type: ignore[union-attr]
-    return found if whole else None
+    found = _read(path, "running the step again")
+    named = ("command", "verdict") if path.name == "profile.json" else ("command",)
+    return found if found is not None and all(isinstance(found.get(name), str) for name in named) else None
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return a folder's run.json; empty if there is none that can be read."""
+    return _read(path, "starting over") or {}
+
+
+def _read(path: Path, otherwise: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if there is none, or it cannot be read, which is logged."""
     try:
-        found = read_json(path) if path.exists() else {}
+        found = read_json(path) if path.exists() else None
     except (ValueError, OSError) as error:
-        logger.warning("%s; starting over", error)
-        return {}
-    return found if isinstance(found, dict) else {}
+        logger.warning("%s; %s", error, otherwise)
+        return None
+    return found if isinstance(found, dict) else None
