@@ -28,15 +28,13 @@ from dynaxx.selection.packed import select_packed_blocks
 from dynaxx.testing.drawing import Draw
 from dynaxx.testing.oracle import AttendAll, oracle_attention
 
-Attend = Callable[..., tuple[Tensor, Tensor | None]]
-
 
 @dataclass(frozen=True)
 class Problem:
     """A random problem that can be given to any backend."""
 
     inputs: dict[str, Tensor]  # q, k, v, and sinks if there are any
-    attend: Attend  # (*inputs, backend=) -> (out, lse or None), on the inputs' device
+    attend: AttendAll  # (*inputs, backend=) -> (out, lse or None), on the inputs' device
     exact: AttendAll  # the oracle over the visible pairs
     eager: AttendAll | None  # the same math done eagerly, if it is more than one attention call
     visible: Tensor  # bool, broadcastable to (batch, q_heads, N, M)
@@ -195,7 +193,7 @@ def _problem(
     draw: Draw,
     inputs: dict[str, Tensor],
     visible: Tensor,
-    attend: Attend,
+    attend: AttendAll,
     options: dict[str, Any],
     eager: AttendAll | None = None,
     with_lse: bool = True,
