@@ -3,6 +3,7 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dynaxx.lab.tune.density.guide import Guide
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SearchTexts, Stretch
 from dynaxx.lab.tune.density.trials import Trials, rise_of
+from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import KindTrial, Trial
 from slow_clock import SlowClock
 
@@ -210,7 +212,8 @@ class Fixed(Trials):
 
     def __init__(self, kinds, rises, tokens=512, time=None):
         stretches = tuple(Stretch(kind, torch.zeros(1, tokens + 1)) for kind in kinds)
-        super().__init__(None, SearchTexts(stretches, stretches), Steps(None), tokens, 16, 0.01, None, time)
+        options = TuneOptions("", Path(), tokens=tokens, block_size=16, tolerance=0.01)
+        super().__init__(None, SearchTexts(stretches, stretches), Steps(None), options, None, time)
         self.rises, self.seen = rises, []
 
     def policy(self, *_):
