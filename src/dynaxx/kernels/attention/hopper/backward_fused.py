@@ -64,8 +64,9 @@ def _sparse_attention_hopper_bwd_fused_kernel(
         q_desc.dtype, [SLOTS * CONSUMERS, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, 2)
     )
     LINES: gl.constexpr = sums_desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = (HEAD_DIM + 31) // 32 * 32  # Triton 3.8 views whole buffers only, here by 32 columns
     dq_buffers = gl.allocate_shared_memory(
-        gl.float32, [HEAD_DIM * ROWS // (LINES * 32), 1, 1, LINES, 32], sums_desc.layout
+        gl.float32, [COLUMNS * ROWS // (LINES * 32), 1, 1, LINES, 32], sums_desc.layout
     )
     shared = FusedBuffers(sums_desc, ds_buffers, dq_buffers, barriers(1, CONSUMERS), barriers(SLOTS, CONSUMERS))
     outputs = ColumnOutputs(dk_desc, dv_desc, p_sums)

@@ -100,13 +100,14 @@ def _tile_before(numbers, i):
 
 
 @gluon.jit
-def _store_part_of_dq(buffers, dq, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _store_part_of_dq(buffers, dq, FIRST: gl.constexpr):
     """Store columns of a tile of dq, from FIRST on, in the order described in `backward_rows`."""
     WIDTH: gl.constexpr = dq.shape[1]
     LINES: gl.constexpr = WIDTH * ROWS // 32
     layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, 32, 2)
     by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, WIDTH // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
-    part = reinterpret(buffers, gl.float32, [HEAD_DIM // WIDTH, LINES, 32], layout).index(FIRST // WIDTH)
+    PARTS: gl.constexpr = buffers.shape[0] * buffers.shape[3] // LINES
+    part = reinterpret(buffers, gl.float32, [PARTS, LINES, 32], layout).index(FIRST // WIDTH)
     part.store(gl.reshape(by_lane, [LINES, 32]))
 
 
@@ -119,7 +120,7 @@ def _add_dq(dq, shared, tile, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
     ADDED: gl.constexpr = LINES * 32 // ROWS
     tma.store_wait(0)
     for u in gl.static_range(len(PARTS)):
-        _store_part_of_dq(buffers, dq[u], PARTS[u][0], HEAD_DIM)
+        _store_part_of_dq(buffers, dq[u], PARTS[u][0])
     fence_async_shared()
     first_line = tile * (HEAD_DIM * ROWS // 32)
     for u in gl.static_range(len(PARTS)):
